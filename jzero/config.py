@@ -1,0 +1,407 @@
+"""What a run is: the schema of its settings, and how they are loaded.
+
+Defaults < YAML file (`--config`) < flags (`--SECTION.KEY VALUE`).  The flags are generated from the schema, so a key
+has one name everywhere.  Whatever is wrong is a `ConfigError` of one line, raised before any array is made: it names the
+key, the value and what is allowed.  There are three checks: of one value (`Field` bounds), of values against each other
+(`Config._check_together`), and of the whole against the devices (`resolve`).
+"""
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, get_args, get_origin
+
+import pydantic
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from jzero import mesh
+
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be honoured; the message is one line for the user."""
+
+
+class Section(BaseModel):
+    """A group of keys: frozen, nothing beyond the schema, no conversion of types."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def defaults(cls) -> Self:
+        """The section as it is when nothing is said about it."""
+        return cls.model_validate({})
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _none(cls, values: Any) -> Any:
+        """`none` is the word for no value, in a flag as in a file."""
+        if not isinstance(values, dict):
+            return values
+        empty = {key for key, field in cls.model_fields.items() if _kind(field)[1] and values.get(key) == "none"}
+        return {key: None if key in empty else value for key, value in values.items()}
+
+
+class Model(Section):
+    """The built-in decoder."""
+
+    vocab: int = Field(256, ge=256, description="number of tokens; the data are bytes, so at least 256")
+    width: Count = Field(128, description="size of the residual stream")
+    layers: Count = Field(4, description="number of blocks")
+    heads: Count = Field(4, description="query heads; width / heads is the size of one, and even")
+    kv_heads: Count = Field(4, description="key and value heads; divides heads")
+    mlp_width: Count = Field(384, description="hidden size of the SwiGLU")
+    rope_theta: Positive = Field(10_000.0, description="base of the rotary wavelengths, in positions")
+    norm_eps: Positive = Field(1e-6, description="added to the mean square in RMSNorm")
+    tied: bool = Field(False, description="one table for embedding and output")
+    dropout: Decay = Field(0.0, description="probability of dropping an activation in training")
+    remat: Literal["none", "full"] = Field("none", description="activations recomputed in the backward pass")
+    scan: bool = Field(True, description="layers stacked and scanned; false: a loop over layers")
+
+
+class Data(Section):
+    """Bytes, cut into sequences."""
+
+    path: str | None = Field(None, description="file or directory; none: the sources of Python's standard library")
+    glob: str = Field("**/*", min_length=1, description="which files of a directory")
+    seq_len: Count = Field(128, description="predicted tokens per sequence")
+    eval_fraction: Decay = Field(0.05, description="part of the data held out; 0: no evaluation")
+    eval_batches: Count = Field(8, description="batches per evaluation, fewer if the held-out part has fewer")
+    prefetch: Count = Field(4, description="batches read ahead of the step")
+
+
+class Optim(Section):
+    """The optimizer and its schedule."""
+
+    name: Literal["adamw"] = Field("adamw", description="optimizer; master weights, m and v are float32")
+    lr: Positive = Field(3e-3, description="highest learning rate")
+    weight_decay: NonNegative = Field(0.1, description="decay per step and unit of lr, of matrices only")
+    b1: Decay = Field(0.9, description="decay of the first moment")
+    b2: Decay = Field(0.95, description="decay of the second moment")
+    eps: Positive = Field(1e-8, description="added to the root of the second moment")
+    warmup_steps: int | None = Field(None, ge=0, description="steps from 0 to lr; none: a twentieth of steps")
+    schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="course of lr after the warm-up")
+    min_lr_ratio: Fraction = Field(0.1, description="last learning rate / lr, for linear and cosine")
+    clip_norm: float | None = Field(1.0, gt=0, description="largest global gradient norm; none: no clipping")
+    max_skipped: Count = Field(10, description="steps with a non-finite gradient in a row that end the run")
+
+
+class Precision(Section):
+    """Number formats; the optimizer state is always float32."""
+
+    params: Literal["bfloat16", "float32", "auto"] = Field(
+        "auto", description="parameters and compute; auto: bfloat16 on an accelerator, float32 on CPU"
+    )
+    grads: Literal["bfloat16", "float32"] = Field("float32", description="accumulated gradients")
+    reduce: Literal["bfloat16", "float32"] = Field("float32", description="gradients on the wire")
+
+
+class Zero(Section):
+    """What is sharded, and over which axes."""
+
+    axes: tuple[Literal["node", "dp"], ...] = Field(
+        ("node", "dp"), strict=False, min_length=1, description="mesh axes the state is sharded over"
+    )
+    persist_below: Whole = Field(0, description="parameters with fewer elements stay whole")
+    replicate: tuple[str, ...] = Field((), strict=False, description="patterns of parameter paths that stay whole")
+    regather: bool = Field(True, description="stage 3 gathers again for backward; false: keeps what forward gathered")
+
+
+class Log(Section):
+    """How often something is reported."""
+
+    every: Count = Field(10, description="steps between lines of metrics.jsonl")
+    eval_every: Count = Field(200, description="steps between evaluations")
+
+
+class Run(Section):
+    """Where a run leaves its files."""
+
+    dir: str | None = Field(None, min_length=1, description="run directory; none: runs/ and the time of the start")
+
+
+class Config(Section):
+    """All settings of a run."""
+
+    stage: int = Field(3, ge=0, le=3, description="ZeRO stage")
+    mesh: str = Field("dp=-1", description="axis sizes such as node=2,dp=4,tp=2; -1 is what is left")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="of parameters, dropout and data order")
+    steps: Count = Field(600, description="optimizer steps")
+    batch_size: Count = Field(32, description="sequences per optimizer step, over the whole mesh")
+    micro_batch: int | None = Field(
+        None, ge=1, description="sequences per data-parallel device and microbatch; none: no accumulation"
+    )
+    model: Model = Field(default_factory=Model.defaults)
+    data: Data = Field(default_factory=Data.defaults)
+    optim: Optim = Field(default_factory=Optim.defaults)
+    precision: Precision = Field(default_factory=Precision.defaults)
+    zero: Zero = Field(default_factory=Zero.defaults)
+    log: Log = Field(default_factory=Log.defaults)
+    run: Run = Field(default_factory=Run.defaults)
+
+    @pydantic.model_validator(mode="after")
+    def _check_together(self) -> Self:
+        model, sizes = self.model, mesh.parse(self.mesh)
+        _divides("model.heads", model.heads, "model.width", model.width)
+        if model.width // model.heads % 2:
+            raise ValueError(f"model.width / model.heads = {model.width // model.heads} must be even, for rotary")
+        _divides("model.kv_heads", model.kv_heads, "model.heads", model.heads)
+        _check_tensor_parallel(model, sizes.get(mesh.TP, 1))
+        if self.optim.warmup_steps is not None and self.optim.warmup_steps > self.steps:
+            raise ValueError(f"optim.warmup_steps = {self.optim.warmup_steps} is more than steps = {self.steps}")
+        if len(set(self.zero.axes)) != len(self.zero.axes):
+            raise ValueError(f"zero.axes = {','.join(self.zero.axes)} names an axis twice")
+        return self
+
+
+def _divides(small_key: str, small: int, large_key: str, large: int) -> None:
+    if large % small:
+        raise ValueError(f"{small_key} = {small} must divide {large_key} = {large}")
+
+
+def _check_tensor_parallel(model: Model, tp: int) -> None:
+    for key in ("heads", "kv_heads", "mlp_width"):
+        if tp > 1:
+            _divides("mesh axis tp", tp, f"model.{key}", getattr(model, key))
+
+
+def resolve(config: Config, device_count: int, platform: str) -> Config:
+    """`config` with nothing left open: mesh sizes, microbatch, number format and warm-up are the values of this run.
+
+    Args:
+        config: as loaded.
+        device_count: devices of all processes.
+        platform: `jax.default_backend()`.
+
+    Raises:
+        ConfigError: the mesh does not make `device_count` devices, `tp` does not divide the heads, or the batch is not
+            a multiple of `micro_batch` times the data-parallel size.
+    """
+    try:
+        sizes = mesh.sizes_on(mesh.parse(config.mesh), device_count)
+        _check_tensor_parallel(config.model, sizes[mesh.TP])
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    data_parallel = sizes[mesh.NODE] * sizes[mesh.DP]
+    micro_batch = config.micro_batch or max(1, config.batch_size // data_parallel)
+    if config.batch_size % (micro_batch * data_parallel):
+        raise ConfigError(
+            f"batch_size = {config.batch_size} must be a multiple of micro_batch x data-parallel devices = "
+            f"{micro_batch} x {data_parallel} = {micro_batch * data_parallel}"
+        )
+    open_params, open_warmup = config.precision.params == "auto", config.optim.warmup_steps is None
+    params = ("float32" if platform == "cpu" else "bfloat16") if open_params else config.precision.params
+    warmup_steps = config.steps // 20 if open_warmup else config.optim.warmup_steps
+    return config.model_copy(
+        update={
+            "mesh": ",".join(f"{axis}={size}" for axis, size in sizes.items()),
+            "micro_batch": micro_batch,
+            "precision": config.precision.model_copy(update={"params": params}),
+            "optim": config.optim.model_copy(update={"warmup_steps": warmup_steps}),
+        }
+    )
+
+
+def load(argv: Sequence[str], prog: str = "python -m jzero.train") -> Config:
+    """The settings that `argv` (without the program's name) asks for; `--help` prints them all and exits.
+
+    Raises:
+        ConfigError: one line that names the key, the value and what is allowed.
+    """
+    flags = _parse_flags(argv, prog)
+    path = flags.pop("config", None)
+    values = {} if path is None else read_yaml(path)
+    fields = dict(_leaves(Config))
+    for key, text in flags.items():
+        _put(values, key, _from_text(fields[key], text))
+    return validate(values)
+
+
+def validate(values: Mapping[str, Any]) -> Config:
+    """The Config of nested `values`.
+
+    Raises:
+        ConfigError: all that is wrong with them, in one line.
+    """
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(e) for e in error.errors())) from None
+
+
+def to_yaml(config: Config) -> str:
+    """`config` as YAML that `load` reads back to an equal Config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """`yaml.SafeLoader` that refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001 (as in PyYAML)
+        """The mapping `node` describes, each key once."""
+        seen = set[str]()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 wants a dot in a number with an exponent and takes 1e-3 for text; everybody who writes it means the number.
+_EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+$")
+_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """The nested mapping a YAML file holds; an empty file is an empty mapping.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, gives a key twice, or is not a mapping.
+    """
+    try:
+        # _StrictLoader is a SafeLoader: it makes plain values only.
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {path}: not a text file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path}: must hold keys and values, not {type(values).__name__}")
+    return values
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def _parse_flags(argv: Sequence[str], prog: str) -> dict[str, str]:
+    """Key -> text of the flags that are given."""
+    parser = _Parser(prog=prog, description="Every key may stand in the YAML file, or be a flag.", allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="a file of settings")
+    groups: dict[str, Any] = {"": parser}
+    for key, field in _leaves(Config):
+        section = key.rpartition(".")[0]
+        if section not in groups:
+            doc = Config.model_fields[section].annotation.__doc__  # pyright: ignore[reportOptionalMemberAccess]
+            groups[section] = parser.add_argument_group(section, doc)
+        text = f"{field.description} ({_allowed(field)}; default {_show(field.default)})"
+        groups[section].add_argument(
+            f"--{key}", metavar="VALUE", default=argparse.SUPPRESS, help=text.replace("%", "%%")
+        )
+    known, unknown = parser.parse_known_args(_join_negative_values(argv))
+    if unknown:
+        key = unknown[0].removeprefix("--").partition("=")[0]
+        raise ConfigError(_unknown_key(key, "--") if unknown[0].startswith("--") else f"{key!r}: a flag starts with --")
+    return vars(known)
+
+
+def _join_negative_values(argv: Sequence[str]) -> list[str]:
+    """`--key -1e3` as `--key=-1e3`: argparse would take the value for another flag."""
+    joined: list[str] = []
+    for word in argv:
+        if re.match(r"-[\d.]", word) and joined and re.match(r"--[^=]+$", joined[-1]):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def _leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Dotted name and field of every key, in the order of the schema."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    section, _, name = key.rpartition(".")
+    inner = values.setdefault(section, {}) if section else values
+    if isinstance(inner, dict):  # else the file is wrong there, and validation says so
+        inner[name] = value
+
+
+def _from_text(field: FieldInfo, text: str) -> Any:
+    """What a flag's text would be in a file; text that does not fit is left for validation to name."""
+    kind, _ = _kind(field)
+    if get_origin(kind) is tuple:
+        return [part.strip() for part in text.strip("[]").split(",") if part.strip()]
+    if kind is str or all(isinstance(a, str) for a in get_args(kind) or (0,)):
+        return text
+    try:
+        value = yaml.load(text, Loader=_StrictLoader)
+    except yaml.YAMLError:
+        return text
+    return value if isinstance(value, (bool, int, float)) else text
+
+
+def _kind(field: FieldInfo) -> tuple[Any, bool]:
+    """(type without None, whether None is allowed) of a field."""
+    members = get_args(field.annotation)
+    optional = NoneType in members
+    return next(m for m in members if m is not NoneType) if optional else field.annotation, optional
+
+
+def _allowed(field: FieldInfo) -> str:
+    """What a field takes, in words: "a whole number >= 1"."""
+    kind, optional = _kind(field)
+    if get_origin(kind) is Literal:
+        text = "one of " + ", ".join(map(str, get_args(kind)))
+    elif get_origin(kind) is tuple:
+        text = "a list of " + (" and ".join(get_args(get_args(kind)[0])) or "texts")
+    else:
+        text = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+    signs = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+    limits = [f"{sign} {getattr(b, name)}" for b in field.metadata for name, sign in signs if hasattr(b, name)]
+    text = f"{text} {' and '.join(limits)}" if limits else text
+    return f"{text}, or none" if optional else text
+
+
+def _explain(error: Any) -> str:
+    """One pydantic error in one line."""
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    known, parts = dict(_leaves(Config)), [str(part) for part in error["loc"]]
+    if error["type"] == "extra_forbidden":
+        return _unknown_key(".".join(parts))
+    key = next((k for k in (".".join(parts[:2]), parts[0]) if k in known), ".".join(parts))
+    if key in known:
+        return f"{key} = {_show(error['input'])}: must be {_allowed(known[key])}"
+    inside = ", ".join(name for name in known if name.startswith(f"{key}."))
+    return f"{key} = {_show(error['input'])}: must be a section, with keys of {inside}"
+
+
+def _unknown_key(key: str, flag: str = "") -> str:
+    names = [name for name, _ in _leaves(Config)] + (["config"] if flag else [])
+    if key in names:
+        return f"{key}: in a file, the keys of a section are nested under its name"
+    short = {
+        name.rpartition(".")[2]: name for name in reversed(names)
+    }  # the right word in the wrong section, or in none
+    close = difflib.get_close_matches(key, names, 1) or difflib.get_close_matches(key.rpartition(".")[2], short, 1)
+    hint = f"did you mean {flag}{short.get(close[0], close[0])}?" if close else "--help lists all keys"
+    return f"{flag}{key}: unknown key; {hint}"
+
+
+def _show(value: Any) -> str:
+    """A value as a file or a flag would spell it."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, (list, tuple)) else str(value)
