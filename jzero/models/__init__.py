@@ -1,0 +1,1 @@
+"""Models that come with jzero: ordinary Flax NNX modules that know nothing of ZeRO."""
