@@ -1,0 +1,250 @@
+"""The part of a step that is manual: sums, gradients and accumulation, as one device computes them.
+
+Everything here runs inside a `shard_map` over the data-parallel axes, with `tp` left to the compiler.  A device has
+its rows of the batch and its parameters at rest; it returns gradients that are finished (summed over all devices, in
+the layout of the optimizer state), sums for the metrics, and the model's new state.
+
+Losses are sums: `loss_fn(model, batch) -> (sum of losses, weight)`.  Gradients of the sum are accumulated over
+microbatches and devices and divided once by the total weight, so uneven weights are exact; a mean of means is not.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jzero import collectives
+from jzero.mesh import DATA_AXES
+from jzero.reads import Marks, UnsupportedModel, Uses, place_of
+from jzero.use import AtRest, Move, Template
+from jzero.zero import Layout, Path, path_name
+
+Values = Mapping[Path, Any]
+LossFn = Callable[[nnx.Module, Any], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Sums and gradients of a loss over one device's rows of a batch.
+
+    Attributes:
+        template: the model.
+        loss_fn: -> (sum of losses, weight) or (sum of losses, weight, dict of sums).
+        layouts: of all parameters, frozen ones too.
+        slots: shape and dtype of each trained parameter's gradient on one device (tp dims whole).
+        tp_specs: of all parameters and of the model's state.
+        hoisted: parameters that are brought into use once, before the loss, since it reads them more than once.
+        micro_batches: how many forward-backward passes the rows are split into.
+        keep: gathered parameters live to the end of the backward pass.
+        sum_names: of the dict of sums.
+    """
+
+    template: Template
+    loss_fn: LossFn
+    layouts: Mapping[Path, Layout]
+    slots: Mapping[Path, jax.ShapeDtypeStruct]
+    tp_specs: Mapping[Path, P]
+    hoisted: frozenset[Path]
+    micro_batches: int
+    keep: bool
+    sum_names: tuple[str, ...] = field(default=("loss", "weight"))
+
+    def __call__(self, params: Values, frozen: Values, state: Values, batch: Any) -> tuple[Values, dict[str, jax.Array], Values]:
+        """Finished gradients (float32), sums over all devices (float32 scalars), the model's state after the batch."""
+
+        def micro(state: Values, batch: Any) -> tuple[Values, tuple[Values, Values]]:
+            def loss(slots: Values) -> tuple[jax.Array, tuple[Values, Values]]:
+                model = self._model(slots, params, frozen, state)
+                sums = sums_of(self.loss_fn(model, batch))
+                return sums["loss"], (sums, self.template.state_of(model))
+
+            grads, (sums, after) = jax.grad(loss, has_aux=True)(self._zero_slots())
+            return after, (grads, sums)
+
+        after, (grads, sums) = self._accumulate(micro, _device_keys(state), batch)
+        grads = {path: self.layouts[path].finish(grad) for path, grad in grads.items()}
+        return grads, self._total(sums), self._agree(state, after)
+
+    def evaluate(self, params: Values, frozen: Values, state: Values, batch: Any, micro_batches: int) -> dict[str, jax.Array]:
+        """Sums over all devices with the model in evaluation mode; nothing changes."""
+
+        def micro(sums: Any, batch: Any) -> tuple[Any, None]:
+            model = self._model(dict.fromkeys(params), params, frozen, state)
+            model.eval()
+            return jax.tree.map(jnp.add, sums, sums_of(self.loss_fn(model, batch))), None
+
+        sums, _ = lax.scan(micro, self._zero_sums(), split_rows(batch, micro_batches))
+        return self._total(sums)
+
+    def _model(self, slots: Values, params: Values, frozen: Values, state: Values) -> nnx.Module:
+        at_rest = {path: AtRest(slots.get(path), value) for path, value in {**params, **frozen}.items()}
+        moves = {path: Move(to.use_forward, to.use_backward, self.keep) for path, to in self.layouts.items()}
+        hoisted = {path: moves.pop(path)(at_rest[path]) for path in self.hoisted}
+        return self.template.merge(at_rest | hoisted, state, moves)
+
+    def _accumulate(self, micro: Callable[..., Any], state: Values, batch: Any) -> Any:
+        if self.micro_batches == 1:
+            return micro(state, batch)
+
+        def add(carry: Any, batch: Any) -> tuple[Any, None]:
+            state, total = carry
+            state, new = micro(state, batch)
+            return (state, jax.tree.map(jnp.add, total, new)), None
+
+        start = (state, (self._zero_slots(), self._zero_sums()))
+        return lax.scan(add, start, split_rows(batch, self.micro_batches))[0]
+
+    def _zero_slots(self) -> dict[Path, jax.Array]:
+        return {
+            path: collectives.zeros(slot.shape, str(slot.dtype), self.tp_specs[path]) for path, slot in self.slots.items()
+        }
+
+    def _zero_sums(self) -> dict[str, jax.Array]:
+        return {name: jnp.zeros((), jnp.float32) for name in self.sum_names}
+
+    def _total(self, sums: Values) -> dict[str, jax.Array]:
+        names = list(sums)
+        total = collectives.AllReduce(DATA_AXES, P(None), "float32")(jnp.stack([sums[name] for name in names]))
+        return dict(zip(names, total, strict=True))
+
+    def _agree(self, before: Values, after: Values) -> Values:
+        """The model's state, the same on all devices: floats are averaged, random keys are what they were."""
+
+        def agreed(path: Path, old: jax.Array, new: jax.Array) -> jax.Array:
+            if _is_key(old):
+                return old
+            if jnp.issubdtype(new.dtype, jnp.floating) and new.size:
+                return collectives.mean_over(new, DATA_AXES, self.tp_specs[path])
+            return new
+
+        return {path: agreed(path, before[path], new) for path, new in after.items()}
+
+
+def split_rows(batch: Any, parts: int) -> Any:
+    """Every array of `batch`, [rows, ...] as [parts, rows / parts, ...]."""
+    return jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
+
+
+def sums_of(result: Any) -> dict[str, jax.Array]:
+    """What a loss function returned, as float32 scalars by name.
+
+    Raises:
+        TypeError: it is not (sum of losses, weight) or (sum of losses, weight, dict of sums), all scalars.
+    """
+    wanted = "loss_fn must return (sum of losses, weight) or (sum of losses, weight, dict of sums), all of them scalars"
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise TypeError(f"{wanted}; it returned {_describe(result)} (a mean over the batch is exact only on one device)")
+    extra = result[2] if len(result) == 3 else {}
+    if not isinstance(extra, Mapping) or {"loss", "weight"} & set(extra):
+        raise TypeError(f"{wanted}; its third value is {_describe(extra)}, with names other than 'loss' and 'weight'")
+    sums = {"loss": result[0], "weight": result[1], **extra}
+    for name, value in sums.items():
+        if jnp.shape(value) != ():
+            raise TypeError(f"{wanted}; {name!r} has the shape {jnp.shape(value)}: sum it")
+    return {name: jnp.asarray(value, jnp.float32) for name, value in sums.items()}
+
+
+def probe(template: Template, loss_fn: LossFn, mesh: Mesh, params: Values, state: Values, batch: Any) -> tuple[dict[Path, Uses], tuple[str, ...]]:
+    """Traces the loss once on abstract values: what it does with each parameter, and the names of its sums.
+
+    Args:
+        params, state, batch: trees of ShapeDtypeStruct; `batch` is one device's rows of one microbatch.
+
+    Raises:
+        UnsupportedModel: a sharding constraint over data-parallel axes inside the model.
+    """
+    marks = Marks()
+
+    def traced(params: Values, state: Values, batch: Any) -> dict[str, jax.Array]:
+        return sums_of(loss_fn(template.merge(params, state, dict.fromkeys(params, marks.mark)), batch))
+
+    region = jax.shard_map(traced, mesh=mesh, axis_names=set(DATA_AXES), in_specs=P(), out_specs=P(), check_vma=False)
+    try:
+        jaxpr, sums = jax.make_jaxpr(region, return_shape=True)(params, state, batch)
+    except ValueError as error:
+        raise _explained(error) from error
+    paths = list(jax.tree.unflatten(jax.tree.structure(params), range(len(params))).items())
+    uses = marks.find(jaxpr.jaxpr, jaxpr.jaxpr.invars[: len(params)])
+    return {path: uses[i] for path, i in paths}, tuple(sums)
+
+
+def layer_dims(shape: tuple[int, ...], uses: Uses) -> int:
+    """How many leading dims of a parameter number layers: those that are gone where it is read."""
+    return max((len(shape) - len(read.shape) for read in uses.reads), default=0)
+
+
+def hoists(path: Path, shape: tuple[int, ...], uses: Uses, moves: bool) -> bool:
+    """Whether a parameter comes into use once, before the loss, rather than where it is read.
+
+    It does when it is read twice, in a loop that does not slice it, or in a branch (where devices would wait for those
+    that took another), and when something takes it without reading it.  A stacked parameter cannot, if that takes a
+    collective: the whole stack would be gathered.
+
+    Args:
+        moves: bringing the parameter into use, or its gradient to rest, takes a collective.
+
+    Raises:
+        UnsupportedModel: names the parameter, the place in the user's code and the remedy.
+    """
+    layers = layer_dims(shape, uses)
+    if layers == 0:
+        return bool(len(uses.reads) > 1 or uses.raw or any(read.loops or read.branch for read in uses.reads))
+    problem = _stacked_problem(shape, uses, layers)
+    if problem and moves:
+        raise UnsupportedModel(
+            f"parameter {path_name(path)!r} of shape {shape}, stacked over layers, {problem}; it would have to be "
+            f"gathered for all layers at once: change that place, or keep it whole with zero.replicate"
+        )
+    return problem is not None
+
+
+def _stacked_problem(shape: tuple[int, ...], uses: Uses, layers: int) -> str | None:
+    for raw in uses.raw:
+        return f"goes into {raw.primitive!r} at {raw.place} without being read through its Variable inside the layer loop"
+    for read in uses.reads:
+        if shape[layers:] != read.shape:
+            return f"is read with the shape {read.shape} at {read.place}, not as one layer {shape[layers:]} along dim 0"
+        if read.branch:
+            return f"is read inside a cond or while at {read.place}, where devices would wait for those in other branches"
+    return None
+
+
+def _explained(error: ValueError) -> ValueError:
+    frames = []
+    tb = error.__traceback__
+    while tb is not None:
+        frames.append(tb.tb_frame.f_code.co_name)
+        tb = tb.tb_next
+    if "with_sharding_constraint" not in frames:
+        return error
+    return UnsupportedModel(
+        f"a sharding constraint inside the model, at {place_of(error)}, does not hold in the region that is manual over "
+        f"the data-parallel axes {DATA_AXES}: the batch is already split there; constrain over 'tp' alone ({error})"
+    )
+
+
+def _device_keys(state: Values) -> Values:
+    """The state with random keys that differ over data-parallel devices and agree over tp."""
+    device = lax.axis_index(DATA_AXES)
+
+    def folded(keys: jax.Array) -> jax.Array:
+        flat = jax.vmap(lambda key: jax.random.fold_in(key, device))(keys.reshape(-1))
+        return flat.reshape(keys.shape)
+
+    return {path: folded(x) if _is_key(x) else x for path, x in state.items()}
+
+
+def _is_key(x: jax.Array) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _describe(result: Any) -> str:
+    if isinstance(result, tuple):
+        return f"a tuple of {len(result)}"
+    return f"{type(result).__name__} of shape {jnp.shape(result)}" if hasattr(result, "shape") else type(result).__name__

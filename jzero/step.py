@@ -1,0 +1,480 @@
+"""One training step for any model and any optimizer, at any stage.
+
+`setup` looks at a model without making it, chooses the specs, and returns a `Run`: the jitted `init` and `step` and the
+specs they hold the train state to.  The step never asks which stage it runs.  It is in two parts: gradients in a region
+that is manual over the data-parallel axes (`gradients.py`), and the optimizer outside of it, on global arrays.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jzero import zero as zero_lib
+from jzero.collectives import Identity
+from jzero.gradients import Gradients, LossFn, hoists, layer_dims, probe
+from jzero.mesh import DATA_AXES, as_mesh, data_size
+from jzero.optim import Optimizer, optimizer
+from jzero.use import Template, template, value_of
+from jzero.zero import Layout, Leaf, Path, Whole, Zero
+
+Metrics = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """In which dtype things are held and sent.
+
+    Attributes:
+        params: of parameters at rest, in use, and on the wire; None leaves what the model made.  Whatever it is, the
+            optimizer's m, v and master are float32.
+        grads: of accumulated gradients.
+        reduce: of gradients on the wire.
+    """
+
+    params: str | None = None
+    grads: str = "float32"
+    reduce: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name, dtype in vars(self).items():
+            if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+                raise ValueError(f"precision.{name}={dtype!r} is no floating-point dtype; use 'bfloat16' or 'float32'")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[
+    "step", "params", "frozen", "model_state", "opt_state", "skipped", "skipped_in_row"], meta_fields=[])
+@dataclass(frozen=True)
+class TrainState:
+    """All that changes from step to step, and the parameters that do not.
+
+    Attributes:
+        step: int32, batches seen, skipped ones too.
+        params: nested dict of trained parameters at rest.
+        frozen: nested dict of parameters that are not trained.
+        model_state: nested dict of what else the model holds: batch statistics, random keys and counters.
+        opt_state: of the optax transformation, float32 masters included.
+        skipped, skipped_in_row: int32, steps whose gradient was not finite; in all, and up to now without a break.
+    """
+
+    step: Any
+    params: Any
+    frozen: Any
+    model_state: Any
+    opt_state: Any
+    skipped: Any
+    skipped_in_row: Any
+
+
+@dataclass(frozen=True)
+class Specs:
+    """PartitionSpec trees, the whole truth about a run; `state` is all of it in the shape of the train state."""
+
+    params: Any
+    grads: Any
+    opt_state: Any
+    state: TrainState
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model, a loss, an optimizer and a mesh, ready to train.
+
+    Attributes:
+        mesh: (node, dp, tp).
+        specs: of everything at rest.
+        abstract_state: the train state as ShapeDtypeStructs with their shardings.
+        whole: the parameters that the stage would shard and could not, each with the reason.
+        notes: what a user should know of how this model runs.
+        micro_batches: forward-backward passes per step.
+    """
+
+    mesh: Mesh
+    specs: Specs
+    abstract_state: TrainState
+    whole: tuple[Whole, ...]
+    notes: tuple[str, ...]
+    micro_batches: int
+    _template: Template
+    _gradients: Gradients
+    _abstract_batch: Any
+    _init: Callable[[], TrainState]
+    _step: Any
+    _evaluate: Any
+
+    def init(self) -> TrainState:
+        """A new train state, every array born in its shards."""
+        with jax.set_mesh(self.mesh):
+            return self._init()
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One optimizer step; `state` is donated.
+
+        Args:
+            batch: tree of arrays [batch, ...] on the host or, better, from `put`.
+
+        Returns:
+            The new state, and float32 scalars on the device: `loss` (exact mean), `grad_norm` (before clipping),
+            `weight`, `skipped`, `skipped_in_row`, and the sums that the loss function returned.
+
+        Raises:
+            ValueError: a batch dim that the data-parallel devices times the microbatches do not divide.
+        """
+        with jax.set_mesh(self.mesh):
+            return self._step(state, self.put(batch))
+
+    def evaluate(self, state: TrainState, batch: Any) -> Metrics:
+        """The exact loss of a batch in evaluation mode, its `weight`, and the loss function's sums."""
+        rows = _rows(batch, self.mesh, 1)
+        with jax.set_mesh(self.mesh):
+            return self._evaluate(state, self.put(batch), self._evaluation_parts(rows))
+
+    def model(self, state: TrainState) -> nnx.Module:
+        """The NNX module on the state's global arrays."""
+        params = flatten_dict(state.params) | flatten_dict(state.frozen)
+        return self._template.merge(params, flatten_dict(state.model_state), {})
+
+    def put(self, batch: Any) -> Any:
+        """`batch` on the mesh, its first dim split over the data-parallel devices; does not wait."""
+        sharding = NamedSharding(self.mesh, P(DATA_AXES))
+        _rows(batch, self.mesh, 1)
+        return jax.tree.map(lambda x: jax.device_put(x, sharding), batch)
+
+    def lower(self) -> dict[str, jax.stages.Lowered]:
+        """The run's programs, lowered; no array is made."""
+        with jax.set_mesh(self.mesh):
+            return {"step": self._step.lower(self.abstract_state, self._abstract_batch)}
+
+    def at_rest_bytes(self) -> dict[str, int]:
+        """Bytes that one device holds between steps, by class; `grads` is what accumulation adds during one."""
+        state, specs, mesh = self.abstract_state, self.specs, self.mesh
+        grads = {path: slot.dtype for path, slot in self._gradients.slots.items()}
+        sizes = {
+            "params": _tree_bytes(state.params, specs.params, mesh),
+            "frozen": _tree_bytes(state.frozen, specs.state.frozen, mesh),
+            "opt_state": _tree_bytes(state.opt_state, specs.opt_state, mesh),
+            "model_state": _tree_bytes(state.model_state, specs.state.model_state, mesh),
+        }
+        like_grads = {p: jax.ShapeDtypeStruct(x.shape, grads[p]) for p, x in flatten_dict(state.params).items()}
+        return sizes | {"grads": _tree_bytes(unflatten_dict(like_grads), specs.grads, mesh)}
+
+    def _evaluation_parts(self, rows: int) -> int:
+        """Microbatches of an evaluation over `rows` rows a device: no more rows at a time than in training."""
+        at_a_time = _rows(self._abstract_batch, self.mesh, self.micro_batches)
+        return next(n for n in range(-(-rows // at_a_time), rows + 1) if rows % n == 0)
+
+
+def setup(
+    model_fn: Callable[[], nnx.Module],
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    mesh: Mesh | str | Mapping[str, int] | None,
+    batch: Any,
+    *,
+    stage: int = 3,
+    micro_batches: int = 1,
+    clip_norm: float | None = None,
+    trainable: Any = nnx.Param,
+    precision: Precision = Precision(),
+    zero: Zero = Zero(),
+) -> Run:
+    """Makes a ZeRO run of any Flax NNX model and any optax transformation, without making an array.
+
+    Args:
+        model_fn: () -> the model, unmodified.
+        loss_fn: (model, batch) -> (sum of losses, weight), or with a dict of sums as a third value.  Its mean over a
+            batch is sum / weight, whatever the devices and microbatches.
+        tx: sees float32 gradients of the mean loss, after clipping.
+        mesh: from `make_mesh`, or what `make_mesh` takes.
+        batch: one batch, arrays or ShapeDtypeStructs; the first dim is the batch.
+        stage: 0 to 3.
+        micro_batches: forward-backward passes per step.
+        clip_norm: largest global norm of the gradient, applied once, after accumulation.
+        trainable: NNX filter of the parameters to train; other `nnx.Param`s are frozen.
+
+    Raises:
+        ValueError: bad stage, mesh, batch, annotation, pattern.
+        TypeError: not an NNX module, or a loss that is not sums.
+        UnsupportedModel: the model does what cannot be sharded; names the place.
+    """
+    mesh = as_mesh(mesh)
+    _check_numbers(micro_batches, clip_norm)
+    rows = _rows(batch, mesh, micro_batches)
+    with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
+        parts = template(nnx.eval_shape(model_fn), trainable)
+        variables = {**parts.trained, **parts.frozen}
+        abstract = {path: _at_rest(v, precision.params) for path, v in variables.items()}
+        state = {path: _abstract(value_of(v)) for path, v in parts.state.items()}
+        local = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+        uses, sum_names = probe(parts, loss_fn, mesh, abstract, state, local)
+
+    tp_specs = {path: _tp_spec(path, v, mesh) for path, v in {**variables, **parts.state}.items()}
+    leaves = [
+        Leaf(path, x.shape, layer_dims(x.shape, uses[path]), tp_specs[path], x.dtype.itemsize)
+        for path, x in abstract.items()
+    ]
+    layouts, whole = zero_lib.layouts(leaves, stage, zero, mesh, precision.reduce, precision.grads)
+    hoisted = frozenset(path for path, x in abstract.items() if hoists(path, x.shape, uses[path], layouts[path].moves))
+    gradients = Gradients(
+        template=parts,
+        loss_fn=loss_fn,
+        layouts=layouts,
+        slots={path: _slot(abstract[path], layouts[path], mesh, precision.grads) for path in parts.trained},
+        tp_specs=tp_specs,
+        hoisted=hoisted,
+        micro_batches=micro_batches,
+        keep=not zero.regather,
+        sum_names=sum_names,
+    )
+    notes = _kept_gathered(layouts, uses)
+    return _build(model_fn, gradients, tx, mesh, batch, trainable, clip_norm, abstract, state, whole, notes)
+
+
+def _build(
+    model_fn: Callable[[], nnx.Module],
+    gradients: Gradients,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    batch: Any,
+    trainable: Any,
+    clip_norm: float | None,
+    abstract: Mapping[Path, jax.ShapeDtypeStruct],
+    state: Mapping[Path, Any],
+    whole: tuple[Whole, ...],
+    notes: tuple[str, ...],
+) -> Run:
+    parts, layouts = gradients.template, gradients.layouts
+    params = {path: abstract[path] for path in parts.trained}
+    frozen = {path: abstract[path] for path in parts.frozen}
+    update = optimizer(tx, unflatten_dict({path: x.dtype for path, x in params.items()}))
+
+    init = functools.partial(_init, model_fn, parts, trainable, params, frozen, update)
+    with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
+        shapes = jax.eval_shape(init)
+    places = {path: (x.shape, layouts[path].opt_state) for path, x in params.items()}
+    scalar = P()
+    state_specs = TrainState(
+        step=scalar,
+        params=unflatten_dict({path: layouts[path].params for path in params}),
+        frozen=unflatten_dict({path: layouts[path].params for path in frozen}),
+        model_state=unflatten_dict({path: gradients.tp_specs[path] for path in state}),
+        opt_state=zero_lib.opt_state_specs(shapes.opt_state, places),
+        skipped=scalar,
+        skipped_in_row=scalar,
+    )
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs)
+    abstract_state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    rows = NamedSharding(mesh, P(DATA_AXES))
+    evaluate = functools.partial(_evaluate, gradients, mesh)
+    return Run(
+        mesh=mesh,
+        specs=Specs(
+            params=state_specs.params,
+            grads=unflatten_dict({path: layouts[path].grads for path in params}),
+            opt_state=state_specs.opt_state,
+            state=state_specs,
+        ),
+        abstract_state=abstract_state,
+        whole=whole,
+        notes=notes,
+        micro_batches=gradients.micro_batches,
+        _template=parts,
+        _gradients=gradients,
+        _abstract_batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch),
+        _init=jax.jit(init, out_shardings=shardings),
+        _step=jax.jit(
+            functools.partial(train_step, gradients, update, mesh, clip_norm),
+            in_shardings=(shardings, rows), out_shardings=(shardings, NamedSharding(mesh, P())), donate_argnums=0,
+        ),
+        _evaluate=jax.jit(evaluate, static_argnums=2, in_shardings=(shardings, rows)),
+    )
+
+
+def train_step(
+    gradients: Gradients, update: Optimizer, mesh: Mesh, clip_norm: float | None, state: TrainState, batch: Any
+) -> tuple[TrainState, Metrics]:
+    """Gradients, one division by the total weight, one clip, one update, and the way back to rest."""
+    layouts = {path: gradients.layouts[path] for path in gradients.slots}
+
+    grads, sums, model_state = _per_device(gradients, mesh)(
+        flatten_dict(state.params), flatten_dict(state.frozen), flatten_dict(state.model_state), batch
+    )
+    grads = _constrain(jax.tree.map(lambda g: g / sums["weight"], grads), layouts, mesh)
+    loss, norm = sums["loss"] / sums["weight"], optax.tree.norm(grads)
+    finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    if clip_norm is not None:
+        scale = jnp.minimum(1.0, clip_norm / norm)
+        grads = jax.tree.map(lambda g: g * scale, grads)
+
+    # The optimizer sees every array in the layout of its own state; `old` costs no traffic, it is a slice at most.
+    old = unflatten_dict(_constrain(flatten_dict(state.params), layouts, mesh))
+    new, opt_state = update.update(unflatten_dict(grads), state.opt_state, old, loss)
+    kept = (new, opt_state, unflatten_dict(model_state))
+    new, opt_state, model_state = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old), kept, (old, state.opt_state, state.model_state)
+    )
+
+    skip = 1 - finite.astype(jnp.int32)
+    after = TrainState(
+        step=state.step + 1,
+        params=unflatten_dict(_publish(flatten_dict(new), layouts, mesh)),
+        frozen=state.frozen,
+        model_state=model_state,
+        opt_state=opt_state,
+        skipped=state.skipped + skip,
+        skipped_in_row=(state.skipped_in_row + 1) * skip,
+    )
+    counts = {"skipped": after.skipped, "skipped_in_row": after.skipped_in_row}
+    return after, {**sums, "loss": loss, "grad_norm": norm, **counts}
+
+
+def _per_device(gradients: Gradients, mesh: Mesh) -> Callable[..., Any]:
+    layouts = gradients.layouts
+    rest = {path: _data_part(layout.params) for path, layout in layouts.items()}
+    trained = {path: rest[path] for path in gradients.template.trained}
+    frozen = {path: rest[path] for path in gradients.template.frozen}
+    summed = {path: _data_part(layouts[path].opt_state) for path in gradients.slots}
+    return jax.shard_map(
+        gradients, mesh=mesh, axis_names=set(DATA_AXES), check_vma=False,
+        in_specs=(trained, frozen, P(), P(DATA_AXES)), out_specs=(summed, P(), P()),
+    )
+
+
+def _evaluate(gradients: Gradients, mesh: Mesh, state: TrainState, batch: Any, micro_batches: int) -> Metrics:
+    rest = {path: _data_part(layout.params) for path, layout in gradients.layouts.items()}
+    trained = {path: rest[path] for path in gradients.template.trained}
+    frozen = {path: rest[path] for path in gradients.template.frozen}
+    sums = jax.shard_map(
+        functools.partial(gradients.evaluate, micro_batches=micro_batches), mesh=mesh, axis_names=set(DATA_AXES),
+        check_vma=False, in_specs=(trained, frozen, P(), P(DATA_AXES)), out_specs=P(),
+    )(flatten_dict(state.params), flatten_dict(state.frozen), flatten_dict(state.model_state), batch)
+    return {**sums, "loss": sums["loss"] / sums["weight"]}
+
+
+def _init(
+    model_fn: Callable[[], nnx.Module], parts: Template, trainable: Any,
+    params: Mapping[Path, jax.ShapeDtypeStruct], frozen: Mapping[Path, jax.ShapeDtypeStruct], update: Optimizer,
+) -> TrainState:
+    with nnx.use_eager_sharding(False):
+        born = template(model_fn(), trainable)
+    values = unflatten_dict({path: value_of(v) for path, v in born.trained.items()})
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(
+        step=zero,
+        params=unflatten_dict({path: value_of(born.trained[path]).astype(x.dtype) for path, x in params.items()}),
+        frozen=unflatten_dict({path: value_of(born.frozen[path]).astype(x.dtype) for path, x in frozen.items()}),
+        model_state=unflatten_dict({path: value_of(v) for path, v in born.state.items()}),
+        # From the values as they were born, so a master is not rounded to the precision at rest.
+        opt_state=update.init(values),
+        skipped=zero,
+        skipped_in_row=zero,
+    )
+
+
+def _constrain(values: Mapping[Path, Any], layouts: Mapping[Path, Layout], mesh: Mesh) -> dict[Path, Any]:
+    return {
+        path: lax.with_sharding_constraint(x, NamedSharding(mesh, layouts[path].opt_state)) for path, x in values.items()
+    }
+
+
+def _publish(values: Mapping[Path, Any], layouts: Mapping[Path, Layout], mesh: Mesh) -> dict[Path, Any]:
+    """Updated parameters from the optimizer state's layout to rest."""
+
+    def published(path: Path, x: jax.Array) -> jax.Array:
+        to = layouts[path]
+        if isinstance(to.publish, Identity):
+            return x
+        return jax.shard_map(
+            to.publish, mesh=mesh, axis_names=set(DATA_AXES), check_vma=False,
+            in_specs=_data_part(to.opt_state), out_specs=_data_part(to.params),
+        )(x)
+
+    return {path: published(path, x) for path, x in values.items()}
+
+
+def _data_part(spec: P) -> P:
+    """What of a spec is sharded over the data-parallel axes, which are manual; the rest is the compiler's."""
+
+    def part(entry: Any) -> Any:
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        return entry if set(axes) <= set(DATA_AXES) else None
+
+    return P(*map(part, spec))
+
+
+def _at_rest(variable: Any, dtype: str | None) -> jax.ShapeDtypeStruct:
+    value = _abstract(value_of(variable))
+    narrows = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
+    return jax.ShapeDtypeStruct(value.shape, dtype if narrows else value.dtype)
+
+
+def _abstract(value: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+
+def _slot(at_rest: jax.ShapeDtypeStruct, layout: Layout, mesh: Mesh, dtype: str) -> jax.ShapeDtypeStruct:
+    """The gradient of a parameter as one device accumulates it, tp dims whole."""
+    shape = NamedSharding(mesh, _data_part(layout.grads)).shard_shape(at_rest.shape)
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _tp_spec(path: Path, variable: Any, mesh: Mesh) -> P:
+    annotated = isinstance(variable, nnx.Variable) and variable.has_metadata("out_sharding")
+    names = nnx.get_partition_spec(variable).get_raw_value() if annotated else ()
+    return zero_lib.tp_spec(tuple(names), value_of(variable).shape, path, mesh)
+
+
+def _kept_gathered(layouts: Mapping[Path, Layout], uses: Mapping[Path, Any]) -> tuple[str, ...]:
+    """A note if gathered parameters of a layer loop live until the backward pass because nothing frees them."""
+    kept = {
+        path: read.place
+        for path, layout in layouts.items() if not isinstance(layout.use_forward, Identity)
+        for read in uses[path].reads if read.loops and not read.remat
+    }
+    if not kept:
+        return ()
+    first = next(iter(kept))
+    return (
+        f"{len(kept)} stacked parameters ({zero_lib.path_name(first)} …) are gathered in a layer loop without "
+        f"rematerialisation, at {kept[first]}: all layers stay gathered until the backward pass; "
+        f"wrap the loop's body in nnx.remat(…, policy=jzero.remat_policy('none')) to gather them again",
+    )
+
+
+def _rows(batch: Any, mesh: Mesh, micro_batches: int) -> int:
+    """Rows of one microbatch on one device.
+
+    Raises:
+        ValueError: arrays without a common first dim, or one that devices times microbatches do not divide.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    sizes = {jax.tree_util.keystr(path): (x.shape[0] if getattr(x, "shape", ()) else None) for path, x in leaves}
+    if not sizes or None in sizes.values() or len(set(sizes.values())) != 1:
+        raise ValueError(f"every array of a batch needs the same first dim, the batch; got {sizes}")
+    size, devices = next(iter(sizes.values())), data_size(mesh)
+    if not size or size % (devices * micro_batches):
+        raise ValueError(
+            f"a batch of {size} cannot be split over node x dp = {devices} devices into {micro_batches} microbatches: "
+            f"it must be a positive multiple of {devices} x {micro_batches} = {devices * micro_batches}"
+        )
+    return size // (devices * micro_batches)
+
+
+def _check_numbers(micro_batches: int, clip_norm: float | None) -> None:
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches} must be at least 1")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm={clip_norm} must be positive; None does not clip")
+
+
+def _tree_bytes(shapes: Any, specs: Any, mesh: Mesh) -> int:
+    return sum(jax.tree.leaves(jax.tree.map(lambda x, s: zero_lib.shard_bytes(x.shape, x.dtype, s, mesh), shapes, specs)))

@@ -1,0 +1,334 @@
+"""A ZeRO stage is a choice of three PartitionSpecs per parameter.  This file is that choice, and nothing else asks.
+
+For a weight `W[in, out]` whose `out` dim tensor parallelism took, and ZeRO over Z (the axes dp and node together):
+
+    stage   parameters at rest   gradients accumulated   optimizer state (m, v, float32 master)
+    0       W[in, out:tp]        W[in, out:tp]           W[in, out:tp]
+    1       W[in, out:tp]        W[in, out:tp]           W[in:Z, out:tp]
+    2       W[in, out:tp]        W[in:Z, out:tp]         W[in:Z, out:tp]
+    3       W[in:Z, out:tp]      W[in:Z, out:tp]         W[in:Z, out:tp]
+
+Every collective of a training step is the move between two of those specs: gradients from whole to their spec
+(stage 2 and 3: reduce-scatter in the backward pass), from their spec to the optimizer state's (stage 1: reduce-scatter
+once per step; stage 0: all-reduce), parameters from the optimizer state's spec to rest (stage 1 and 2: all-gather once),
+from rest to use (stage 3: all-gather at each read).
+
+Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
+"""
+
+import fnmatch
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jzero.collectives import AllReduce, Cast, Collective, Gather, Identity, Scatter, Then
+from jzero.mesh import DATA_AXES, DP, NODE
+
+Path = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Which of the three live as shards."""
+
+    params: bool
+    grads: bool
+    opt_state: bool
+
+
+STAGES = {
+    0: Stage(params=False, grads=False, opt_state=False),
+    1: Stage(params=False, grads=False, opt_state=True),
+    2: Stage(params=False, grads=True, opt_state=True),
+    3: Stage(params=True, grads=True, opt_state=True),
+}
+
+
+@dataclass(frozen=True)
+class Zero:
+    """What a run may say about sharding beyond its stage.
+
+    Attributes:
+        axes: the mesh axes that ZeRO shards over.  Both data-parallel axes by default; `("dp",)` on a mesh with nodes
+            is hybrid sharding (HSDP, MiCS): shards within a node, replicas across.
+        persist_below: leaves with fewer elements than this stay whole.
+        replicate: shell-style patterns over leaf paths (``"*/norm/scale"``); what matches stays whole.
+        regather: False keeps gathered parameters to the end of the backward pass instead of gathering them again
+            (FSDP's SHARD_GRAD_OP).
+    """
+
+    axes: tuple[str, ...] = DATA_AXES
+    persist_below: int = 0
+    replicate: tuple[str, ...] = ()
+    regather: bool = True
+
+    def __post_init__(self) -> None:
+        for axis in self.axes:
+            if axis not in DATA_AXES:
+                raise ValueError(f"zero.axes {self.axes}: {axis!r} is no data-parallel axis; they are {DATA_AXES}")
+        if isinstance(self.replicate, str):
+            raise TypeError(f"zero.replicate must be a tuple of patterns, got the string {self.replicate!r}")
+
+    def ordered_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes in the order in which they divide a dim, without those of size 1.
+
+        dp first: gathering over node and then over dp is then contiguous, without any reordering.
+        """
+        return tuple(axis for axis in (DP, NODE) if axis in self.axes and mesh.shape[axis] > 1)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What sharding needs to know of one parameter.
+
+    Attributes:
+        path: where it is in the model.
+        shape: at rest, layer dims included.
+        layer_dims: how many leading dims number layers (0 for a leaf that is not stacked).
+        tp_spec: what tensor parallelism took, one entry per dim.
+        bytes_per_element: at rest.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    layer_dims: int
+    tp_spec: P
+    bytes_per_element: int
+
+    @property
+    def name(self) -> str:
+        return path_name(self.path)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A leaf that ZeRO leaves whole on every device of its axes, and why."""
+
+    path: str
+    shape: tuple[int, ...]
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The three specs of one parameter, and the moves between them.
+
+    Attributes:
+        params, grads, opt_state: at rest on the (node, dp, tp) mesh.
+        dim: the dim that ZeRO took, or None where the leaf stays whole.
+        axes: what `dim` is divided over.
+        replica_axes: data-parallel axes over which a finished gradient is still a partial sum.
+        use_forward, use_backward: rest to use, gradient in use to the gradient spec; on one layer's tensor.
+        finish: accumulated gradient to the optimizer state's spec, once per step.
+        publish: updated parameter to rest, once per step.
+    """
+
+    params: P
+    grads: P
+    opt_state: P
+    dim: int | None
+    axes: tuple[str, ...]
+    use_forward: Collective
+    use_backward: Collective
+    finish: Collective
+    publish: Collective
+
+    @property
+    def moves(self) -> bool:
+        """Whether reading the parameter, or the gradient of that, takes a collective."""
+        return not (isinstance(self.use_forward, Identity) and isinstance(self.use_backward, Cast))
+
+
+def path_name(path: Iterable[Hashable]) -> str:
+    """``("blocks", 0, "kernel")`` as ``"blocks/0/kernel"``."""
+    return "/".join(map(str, path))
+
+
+def shard_dim(leaf: Leaf, shards: int) -> int | None:
+    """The dim that ZeRO takes: the largest one that tp left, not a layer dim, that `shards` divides; None if none is.
+
+    Of equally large dims the first is taken.  A dim that tp has taken is never shared: that permutes values.
+    """
+    free = [
+        dim
+        for dim in range(leaf.layer_dims, len(leaf.shape))
+        if leaf.tp_spec[dim] is None and leaf.shape[dim] > 0 and leaf.shape[dim] % shards == 0
+    ]
+    return max(free, key=lambda dim: leaf.shape[dim], default=None)
+
+
+def layout(leaf: Leaf, stage: int, zero: Zero, mesh: Mesh, reduce_dtype: str, grads_dtype: str) -> tuple[Layout, Whole | None]:
+    """The layout of one leaf at one stage, and a record if it had to stay whole where the stage shards.
+
+    Args:
+        reduce_dtype: in which gradients cross the network.
+        grads_dtype: in which they are accumulated.
+    """
+    row = STAGES[stage]
+    axes = zero.ordered_axes(mesh)
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    wants = row.opt_state and shards > 1
+    reason = _reason_to_stay_whole(leaf, zero, axes, shards) if wants else None
+    dim = shard_dim(leaf, shards) if wants and reason is None else None
+    whole = Whole(leaf.name, leaf.shape, math.prod(leaf.shape) * leaf.bytes_per_element, reason) if reason else None
+
+    split = leaf.tp_spec if dim is None else _with_axes(leaf.tp_spec, dim, axes)
+    specs = {name: split if sharded else leaf.tp_spec for name, sharded in vars(row).items()}
+    layer_tp = P(*leaf.tp_spec[leaf.layer_dims :])
+    to_grads, to_sum = Cast(grads_dtype), Cast("float32")
+    use_forward, use_backward, publish = Identity(), to_grads, Identity()
+    finish = to_sum
+    leftover = tuple(a for a in DATA_AXES if mesh.shape[a] > 1)
+    if dim is not None:
+        leftover = tuple(a for a in leftover if a not in axes)
+        if row.params:
+            use_forward = Gather(dim - leaf.layer_dims, axes, layer_tp)
+        if row.grads:
+            use_backward = Then(Scatter(dim - leaf.layer_dims, axes, layer_tp, reduce_dtype), to_grads)
+        else:
+            finish = Then(Scatter(dim, axes, leaf.tp_spec, reduce_dtype), to_sum)
+        if row.opt_state and not row.params:
+            publish = Gather(dim, axes, leaf.tp_spec)
+    if leftover:
+        finish = Then(finish, Then(AllReduce(leftover, leaf.tp_spec, reduce_dtype), to_sum))
+    return Layout(**specs, dim=dim, axes=axes, use_forward=use_forward, use_backward=use_backward,
+                  finish=finish, publish=publish), whole
+
+
+def layouts(leaves: Sequence[Leaf], stage: int, zero: Zero, mesh: Mesh, reduce_dtype: str, grads_dtype: str) -> tuple[dict[Path, Layout], tuple[Whole, ...]]:
+    """`layout` for every leaf.
+
+    Raises:
+        ValueError: an unknown stage, or a `zero.replicate` pattern that no leaf matches.
+    """
+    if stage not in STAGES:
+        raise ValueError(f"stage {stage!r} is not one of {', '.join(map(str, STAGES))}")
+    for pattern in zero.replicate:
+        if not any(fnmatch.fnmatchcase(leaf.name, pattern) for leaf in leaves):
+            raise ValueError(
+                f"zero.replicate: no parameter matches {pattern!r}; the parameters are {_some(l.name for l in leaves)}"
+            )
+    pairs = {leaf.path: layout(leaf, stage, zero, mesh, reduce_dtype, grads_dtype) for leaf in leaves}
+    return {path: pair[0] for path, pair in pairs.items()}, tuple(w for _, w in pairs.values() if w is not None)
+
+
+def tp_spec(names: Sequence[Any], shape: tuple[int, ...], path: Path, mesh: Mesh) -> P:
+    """A leaf's annotation as a spec of exactly one entry per dim, axes of size 1 left out.
+
+    Args:
+        names: one per leading dim: an axis name, a tuple of them, or None.
+
+    Raises:
+        ValueError: an axis that is not of the mesh, a data-parallel axis (sharding over those is the stage's choice),
+            more names than dims, or a dim that the axis does not divide.  Names the leaf, its shape and the axis.
+    """
+    where = f"parameter {path_name(path)!r} of shape {shape}"
+    if len(names) > len(shape):
+        raise ValueError(f"{where} is annotated with {len(names)} axes {tuple(names)}: one per dim at most")
+    entries: list[str | None] = []
+    for dim, entry in enumerate([*names, *[None] * (len(shape) - len(names))]):
+        axes = [a for a in (entry if isinstance(entry, tuple | list) else (entry,)) if a is not None]
+        for axis in axes:
+            if axis in DATA_AXES:
+                raise ValueError(
+                    f"{where} is annotated with the data-parallel axis {axis!r}: the stage decides what is sharded "
+                    f"over {DATA_AXES}; annotate tensor parallelism ('tp') only"
+                )
+            if axis not in mesh.shape:
+                raise ValueError(f"{where} is annotated with {axis!r}, which is no axis of the mesh {mesh.axis_names}; "
+                                 f"map logical names with Flax's logical_axis_rules or sharding_rules")
+        axes = [a for a in axes if mesh.shape[a] > 1]
+        size = math.prod(mesh.shape[a] for a in axes)
+        if shape[dim] % size:
+            raise ValueError(f"{where}: dim {dim} of size {shape[dim]} is not a multiple of {axes[0]}={size}")
+        entries.append(axes[0] if axes else None)
+    return P(*entries)
+
+
+def opt_state_specs(abstract_opt_state: Any, params: Mapping[Path, tuple[tuple[int, ...], P]]) -> Any:
+    """The spec of every leaf of an optimizer state, for any optax transformation.
+
+    A leaf belongs to the parameter whose path its own path ends in (the longest wins).  Of the same shape: that
+    parameter's spec.  Reduced by dims (Adafactor's rows and columns): the spec without them.  With dims in front
+    (L-BFGS's memory): the spec behind them.  Else replicated, as are counters.
+
+    Args:
+        abstract_opt_state: tree of ShapeDtypeStruct.
+        params: path -> (shape, spec in the optimizer state).
+
+    Returns:
+        A tree of PartitionSpec of the same structure.
+    """
+
+    def spec_of(key_path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> P:
+        keys = tuple(_key(k) for k in key_path)
+        for start in range(len(keys)):
+            if keys[start:] in params:
+                return _matching_spec(leaf.shape, *params[keys[start:]])
+        return P()
+
+    return jax.tree_util.tree_map_with_path(spec_of, abstract_opt_state)
+
+
+def shard_bytes(shape: tuple[int, ...], dtype: Any, spec: P, mesh: Mesh) -> int:
+    """Bytes that one device holds of an array of this shape and spec."""
+    return math.prod(NamedSharding(mesh, spec).shard_shape(shape)) * dtype.itemsize
+
+
+def _reason_to_stay_whole(leaf: Leaf, zero: Zero, axes: tuple[str, ...], shards: int) -> str | None:
+    for pattern in zero.replicate:
+        if fnmatch.fnmatchcase(leaf.name, pattern):
+            return f"zero.replicate {pattern!r}"
+    if math.prod(leaf.shape) < zero.persist_below:
+        return f"fewer than zero.persist_below={zero.persist_below} elements"
+    if shard_dim(leaf, shards) is None:
+        sizes = leaf.shape[leaf.layer_dims :]
+        taken = " that tp left" if any(leaf.tp_spec) else ""
+        return f"no dim of {sizes}{taken} is a multiple of {'x'.join(axes)}={shards}"
+    return None
+
+
+def _with_axes(spec: P, dim: int, axes: tuple[str, ...]) -> P:
+    entry = axes[0] if len(axes) == 1 else axes
+    return P(*[entry if d == dim else e for d, e in enumerate(spec)])
+
+
+def _matching_spec(shape: tuple[int, ...], param_shape: tuple[int, ...], spec: P) -> P:
+    if shape == param_shape:
+        return spec
+    extra = len(shape) - len(param_shape)
+    if extra > 0 and shape[extra:] == param_shape:
+        return P(*[None] * extra, *spec)
+    kept = _subsequence(shape, param_shape)
+    return P() if kept is None or not shape else P(*[spec[d] for d in kept])
+
+
+def _subsequence(shape: tuple[int, ...], of: tuple[int, ...]) -> list[int] | None:
+    """Dims of `of` that spell `shape` in order, or None."""
+    dims: list[int] = []
+    start = 0
+    for size in shape:
+        try:
+            start = of.index(size, start) + 1
+        except ValueError:
+            return None
+        dims.append(start - 1)
+    return dims
+
+
+def _key(entry: Any) -> Hashable:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return str(entry)
+
+
+def _some(names: Iterable[str], limit: int = 8) -> str:
+    names = list(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

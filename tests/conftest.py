@@ -1,0 +1,18 @@
+"""Eight fake CPU devices for the whole suite, unless XLA_FLAGS already says how many."""
+
+import os
+
+_COUNT = "--xla_force_host_platform_device_count"
+if _COUNT not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COUNT}=8".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The aot extra brings a CUDA plugin that finds no GPU here, on purpose; this keeps its checks quiet.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
+import pytest
+
+
+@pytest.fixture(scope="session")
+def device_count() -> int:
+    return jax.device_count()
