@@ -1,9 +1,9 @@
 """What a run is: the schema of its settings, and how they are loaded.
 
 Defaults < YAML file (`--config`) < flags (`--SECTION.KEY VALUE`).  The flags are generated from the schema, so a key
-has one name everywhere.  Whatever is wrong is a `ConfigError` of one line, raised before any array is made: it names the
-key, the value and what is allowed.  There are three checks: of one value (`Field` bounds), of values against each other
-(`Config._check_together`), and of the whole against the devices (`resolve`).
+has one name everywhere.  Whatever is wrong is a `ConfigError` of one line, raised before any array is made: it names
+the key, the value and what is allowed.  There are three checks: of one value (`Field` bounds), of values against each
+other (`Config._check_together`), and of the whole against the devices (`resolve`).
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Model(Section):
     kv_heads: Count = Field(4, description="key and value heads; divides heads")
     mlp_width: Count = Field(384, description="hidden size of the SwiGLU")
     rope_theta: Positive = Field(10_000.0, description="base of the rotary wavelengths, in positions")
-    norm_eps: Positive = Field(1e-6, description="added to the mean square in RMSNorm")
+    norm_eps: Positive = Field(1e-5, description="added to the mean square in RMSNorm")
     tied: bool = Field(False, description="one table for embedding and output")
     dropout: Decay = Field(0.0, description="probability of dropping an activation in training")
     remat: Literal["none", "full"] = Field("none", description="activations recomputed in the backward pass")
@@ -90,7 +90,9 @@ class Optim(Section):
     b1: Decay = Field(0.9, description="decay of the first moment")
     b2: Decay = Field(0.95, description="decay of the second moment")
     eps: Positive = Field(1e-8, description="added to the root of the second moment")
-    warmup_steps: int | None = Field(None, ge=0, description="steps from 0 to lr; none: a twentieth of steps")
+    warmup_steps: int | None = Field(
+        None, ge=0, description="steps of linear warm-up to lr; none: a twentieth of steps"
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="course of lr after the warm-up")
     min_lr_ratio: Fraction = Field(0.1, description="last learning rate / lr, for linear and cosine")
     clip_norm: float | None = Field(1.0, gt=0, description="largest global gradient norm; none: no clipping")
@@ -134,7 +136,7 @@ class Run(Section):
 class Config(Section):
     """All settings of a run."""
 
-    stage: int = Field(3, ge=0, le=3, description="ZeRO stage")
+    stage: int = Field(3, ge=0, le=3, description="ZeRO: 1 shards optimizer state, 2 gradients too, 3 parameters too")
     mesh: str = Field("dp=-1", description="axis sizes such as node=2,dp=4,tp=2; -1 is what is left")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="of parameters, dropout and data order")
     steps: Count = Field(600, description="optimizer steps")
@@ -292,7 +294,12 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse_flags(argv: Sequence[str], prog: str) -> dict[str, str]:
     """Key -> text of the flags that are given."""
-    parser = _Parser(prog=prog, description="Every key may stand in the YAML file, or be a flag.", allow_abbrev=False)
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} [--config FILE.yaml] [--KEY VALUE ...]",
+        description="Every key may stand in the YAML file or be a flag; flags win.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="a file of settings")
     groups: dict[str, Any] = {"": parser}
     for key, field in _leaves(Config):
@@ -306,8 +313,12 @@ def _parse_flags(argv: Sequence[str], prog: str) -> dict[str, str]:
         )
     known, unknown = parser.parse_known_args(_join_negative_values(argv))
     if unknown:
-        key = unknown[0].removeprefix("--").partition("=")[0]
-        raise ConfigError(_unknown_key(key, "--") if unknown[0].startswith("--") else f"{key!r}: a flag starts with --")
+        word = unknown[0]
+        raise ConfigError(
+            _unknown_key(word[2:].partition("=")[0], "--")
+            if word.startswith("--")
+            else f"{word!r}: a flag starts with --"
+        )
     return vars(known)
 
 
@@ -379,7 +390,7 @@ def _explain(error: Any) -> str:
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     known, parts = dict(_leaves(Config)), [str(part) for part in error["loc"]]
-    if error["type"] == "extra_forbidden":
+    if error["type"] in ("extra_forbidden", "invalid_key"):
         return _unknown_key(".".join(parts))
     key = next((k for k in (".".join(parts[:2]), parts[0]) if k in known), ".".join(parts))
     if key in known:
@@ -395,7 +406,12 @@ def _unknown_key(key: str, flag: str = "") -> str:
     short = {
         name.rpartition(".")[2]: name for name in reversed(names)
     }  # the right word in the wrong section, or in none
-    close = difflib.get_close_matches(key, names, 1) or difflib.get_close_matches(key.rpartition(".")[2], short, 1)
+    last = key.rpartition(".")[2]
+    close = (
+        [last]
+        if last in short
+        else difflib.get_close_matches(key, names, 1) or difflib.get_close_matches(last, short, 1)
+    )
     hint = f"did you mean {flag}{short.get(close[0], close[0])}?" if close else "--help lists all keys"
     return f"{flag}{key}: unknown key; {hint}"
 

@@ -1,0 +1,223 @@
+"""The settings: one schema for file, flags and help; whatever is wrong is one line that names it."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from jzero import config
+from jzero.config import ConfigError, load, resolve, to_yaml, validate
+
+
+def write(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def refusal(*argv):
+    with pytest.raises(ConfigError) as caught:
+        load(argv)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    path = write(tmp_path, "steps: 7\nseed: 3\noptim: {lr: 0.5, b1: 0.8}\n")
+    loaded = load(["--config", path, "--steps", "9", "--optim.lr=0.25"])
+    assert (loaded.steps, loaded.seed, loaded.optim.lr, loaded.optim.b1) == (9, 3, 0.25, 0.8)
+    assert loaded.optim.b2 == load([]).optim.b2
+
+
+@pytest.mark.parametrize(
+    ("argv", "read", "value"),
+    [
+        (["--optim.lr", "1e-3"], lambda c: c.optim.lr, 1e-3),
+        (["--optim.lr", "1"], lambda c: c.optim.lr, 1.0),
+        (["--optim.clip_norm", "none"], lambda c: c.optim.clip_norm, None),
+        (["--data.path", "none"], lambda c: c.data.path, None),
+        (["--data.path", "12"], lambda c: c.data.path, "12"),
+        (["--run.dir", "true"], lambda c: c.run.dir, "true"),
+        (["--model.remat", "none"], lambda c: c.model.remat, "none"),
+        (["--model.scan", "false"], lambda c: c.model.scan, False),
+        (["--zero.axes", "dp"], lambda c: c.zero.axes, ("dp",)),
+        (["--zero.axes", "[dp, node]"], lambda c: c.zero.axes, ("dp", "node")),
+        (["--zero.replicate", "*/scale,head/*"], lambda c: c.zero.replicate, ("*/scale", "head/*")),
+        (["--mesh", "dp=-1,tp=2"], lambda c: c.mesh, "dp=-1,tp=2"),
+        (["--micro_batch", "none"], lambda c: c.micro_batch, None),
+    ],
+)
+def test_a_flag_means_what_it_says(argv, read, value):
+    got = read(load(argv))
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_numbers_with_an_exponent_and_the_word_none_mean_the_same_in_a_file(tmp_path):
+    loaded = load(["--config", write(tmp_path, "optim: {lr: 1e-3, clip_norm: none}\nmodel: {remat: none}")])
+    assert (loaded.optim.lr, loaded.optim.clip_norm, loaded.model.remat) == (1e-3, None, "none")
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        # (what is given, what the one line must name)
+        (["--optim.lrr", "3"], ["--optim.lrr", "did you mean --optim.lr?"]),
+        (["--lr", "3"], ["--lr", "did you mean --optim.lr?"]),
+        (["--optmi.weight_decay", "3"], ["did you mean --optim.weight_decay?"]),
+        (["--qqq", "3"], ["--qqq: unknown key", "--help"]),
+        (["--step", "3"], ["--step: unknown key; did you mean --steps?"]),
+        (["steps=3"], ["'steps=3'", "--"]),
+        (["--steps"], ["--steps"]),
+        (["--stage", "4"], ["stage = 4", "<= 3"]),
+        (["--stage", "-1"], ["stage = -1", ">= 0"]),
+        (["--stage", "true"], ["stage = true", "whole number"]),
+        (["--steps", "0"], ["steps = 0", ">= 1"]),
+        (["--steps", "-5"], ["steps = -5", ">= 1"]),
+        (["--steps", "2.5"], ["steps = 2.5", "whole number"]),
+        (["--log.every", "0"], ["log.every = 0", ">= 1"]),
+        (["--log.eval_every", "-2"], ["log.eval_every = -2", ">= 1"]),
+        (["--batch_size", "many"], ["batch_size = many", "whole number"]),
+        (["--optim.lr", "-1e-3"], ["optim.lr = -0.001", "> 0"]),
+        (["--optim.lr", "nan"], ["optim.lr = nan", "> 0"]),
+        (["--optim.lr", "inf"], ["optim.lr = inf", "> 0"]),
+        (["--optim.schedule", "cosin"], ["optim.schedule = cosin", "constant, linear, cosine"]),
+        (["--model.scan", "1"], ["model.scan = 1", "true or false"]),
+        (["--model.vocab", "100"], ["model.vocab = 100", ">= 256"]),
+        (["--model.dropout", "1"], ["model.dropout = 1", "< 1"]),
+        (["--precision.params", "float16"], ["precision.params = float16", "bfloat16, float32, auto"]),
+        (["--zero.axes", "dp,tp"], ["zero.axes", "tp", "node and dp"]),
+        (["--zero.axes", ""], ["zero.axes = []"]),
+        (["--zero.axes", "dp,dp"], ["zero.axes = dp,dp", "twice"]),
+        (["--mesh", "db=8"], ["'db'", "did you mean 'dp'?", "node, dp, tp"]),
+        (["--mesh", "dp=0"], ["dp=0"]),
+        (["--mesh", "dp=-1,tp=-1"], ["-1"]),
+        (["--mesh", "tp=3"], ["tp = 3", "model.heads = 4"]),
+        (["--mesh", "tp=2", "--model.kv_heads", "1"], ["tp = 2", "model.kv_heads = 1"]),
+        (["--model.heads", "3"], ["model.heads = 3", "model.width = 128"]),
+        (["--model.kv_heads", "3"], ["model.kv_heads = 3", "model.heads = 4"]),
+        (["--model.width", "12"], ["model.width / model.heads = 3", "even"]),
+        (["--optim.warmup_steps", "20", "--steps", "10"], ["optim.warmup_steps = 20", "steps = 10"]),
+        (["--config", "/no/such.yaml"], ["/no/such.yaml", "No such file"]),
+        (["--config", "/"], ["--config /"]),
+    ],
+)
+def test_wrong_flags_are_refused_in_one_line(argv, parts):
+    message = refusal(*argv)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("stepz: 3", ["stepz: unknown key", "did you mean steps?"]),
+        ("optim: {lrr: 3}", ["optim.lrr: unknown key", "did you mean optim.lr?"]),
+        ("model: {lr: 3}", ["model.lr: unknown key", "did you mean optim.lr?"]),
+        ("optim.lr: 3", ["optim.lr", "nested"]),
+        ("optim: 3", ["optim = 3", "section", "optim.lr"]),
+        ("optim:\n", ["optim = none", "section"]),
+        ("steps: '3'", ["steps = 3", "whole number"]),
+        ("steps: true", ["steps = true", "whole number"]),
+        ("optim: {lr: true}", ["optim.lr = true", "a number > 0"]),
+        ("zero: {axes: dp}", ["zero.axes = dp", "a list of node and dp"]),
+        ("zero: {replicate: [1]}", ["zero.replicate", "a list of texts"]),
+        ("data: {path: 3}", ["data.path = 3", "text, or none"]),
+        ("steps: 3\nseed: 1\nsteps: 4", ["'steps' is given twice", "line 3"]),
+        ("optim: {lr: 1.0, lr: 2.0}", ["'lr' is given twice"]),
+        ("[1, 2]", ["list"]),
+        ("a: b: c", ["line 1"]),
+        ("1: 2", ["1: unknown key"]),
+        ("steps: !!python/object/apply:os.getcwd []", ["could not determine a constructor"]),
+    ],
+)
+def test_wrong_files_are_refused_in_one_line(tmp_path, text, parts):
+    message = refusal("--config", write(tmp_path, text))
+    for part in parts:
+        assert part in message
+
+
+def test_all_that_is_wrong_is_named_at_once():
+    message = refusal("--steps", "0", "--optim.lr", "fast")
+    assert "steps = 0" in message
+    assert "optim.lr = fast" in message
+
+
+def test_a_config_survives_the_way_through_yaml(tmp_path):
+    argv = ["--stage", "1", "--mesh", "dp=2,tp=2", "--optim.lr", "1e-5", "--optim.clip_norm", "none"]
+    argv += ["--zero.replicate", "a*,b: c", "--zero.axes", "dp", "--run.dir", "yes", "--model.norm_eps", "1e-12"]
+    for before in (load(argv), resolve(load(argv), 4, "cpu"), load([])):
+        assert load(["--config", write(tmp_path, to_yaml(before))]) == before
+
+
+def test_nothing_is_left_open_in_a_resolved_config():
+    resolved = resolve(load(["--mesh", "tp=2,dp=-1", "--batch_size", "16", "--steps", "40"]), 8, "gpu")
+    assert resolved.mesh == "node=1,dp=4,tp=2"
+    assert resolved.micro_batch == 4
+    assert resolved.precision.params == "bfloat16"
+    assert resolved.optim.warmup_steps == 2
+    assert resolve(resolved, 8, "gpu") == resolved
+    assert resolve(load([]), 8, "cpu").precision.params == "float32"
+    assert resolve(load(["--precision.params", "bfloat16"]), 8, "cpu").precision.params == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--mesh", "dp=3"], ["dp=3", "8 devices"]),
+        (["--mesh", "dp=-1,tp=16", "--model.heads", "16", "--model.kv_heads", "16"], ["tp=16", "8 devices"]),
+        (["--mesh", "node=1,dp=1,tp=-1"], ["tp = 8", "model.heads = 4"]),
+        (["--batch_size", "12"], ["batch_size = 12", "1 x 8 = 8"]),
+        (["--batch_size", "4"], ["batch_size = 4", "1 x 8 = 8"]),
+        (["--batch_size", "32", "--micro_batch", "3"], ["batch_size = 32", "3 x 8 = 24"]),
+        (["--mesh", "dp=4,tp=2", "--batch_size", "32", "--micro_batch", "5"], ["5 x 4 = 20"]),
+    ],
+)
+def test_what_the_devices_do_not_allow_is_refused_in_one_line(argv, parts):
+    with pytest.raises(ConfigError) as caught:
+        resolve(load(argv), 8, "cpu")
+    assert "\n" not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        load([]).optim.lr = 1.0
+
+
+def test_help_has_a_line_for_every_key(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        load(["--help"])
+    text = capsys.readouterr().out
+    for key, field in config._leaves(config.Config):
+        assert re.search(rf"--{re.escape(key)} VALUE\b", text), key
+        assert len(field.description) > 10
+        assert " ".join(field.description.split()) in " ".join(text.split()), key
+
+
+def test_the_contract_keys_exist():
+    keys = yaml.safe_load(to_yaml(load([])))
+    assert {"stage", "mesh", "seed", "steps", "batch_size", "micro_batch"} <= keys.keys()
+    assert {"name", "lr", "weight_decay", "warmup_steps", "schedule", "clip_norm"} <= keys["optim"].keys()
+    assert {"params", "grads", "reduce"} <= keys["precision"].keys()
+    assert {"axes", "persist_below", "replicate", "regather"} <= keys["zero"].keys()
+    assert "every" in keys["log"]
+    assert "dir" in keys["run"]
+
+
+def test_values_from_a_program_are_held_to_the_same_schema():
+    assert validate({"steps": 5}).steps == 5
+    with pytest.raises(ConfigError, match="steps = 5: must be a whole number"):
+        validate({"steps": "5"})
+
+
+def test_loading_makes_no_array():
+    program = (
+        "import jax\nfrom jzero.config import load, resolve\n"
+        "resolve(load(['--mesh', 'dp=4,tp=2']), 8, 'cpu')\nprint(len(jax.live_arrays()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0"]

@@ -1,0 +1,187 @@
+"""The data: disjoint parts, and an order that is a function of (seed, step) alone."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jzero import data
+from jzero.data import DataError
+
+
+@pytest.fixture
+def windows():
+    """A corpus whose tokens tell where they stand: 1,000 windows of 4 + 1 tokens."""
+    return data.Windows(np.arange(4001) % 251, np.arange(0, 4000, 4), seq_len=4)
+
+
+def tokens(iterator):
+    return [batch["tokens"] for batch in iterator]
+
+
+def one_step(windows, step, **kwargs):
+    return next(data.batches(windows, 8, seed=1, start=step, stop=step + 1, **kwargs))["tokens"]
+
+
+def test_a_batch_is_a_host_array_of_int32(windows):
+    batch = one_step(windows, 0)
+    assert isinstance(batch, np.ndarray)
+    assert (batch.shape, batch.dtype) == ((8, 5), np.int32)
+
+
+def test_the_order_is_a_function_of_seed_and_step(windows):
+    whole = tokens(data.batches(windows, 8, seed=1, stop=300))
+    for step in (0, 1, 124, 125, 299):  # an epoch has 125 batches
+        np.testing.assert_array_equal(one_step(windows, step), whole[step])
+    resumed = tokens(data.batches(windows, 8, seed=1, start=120, stop=300))
+    np.testing.assert_array_equal(resumed, whole[120:])
+
+
+def test_two_interpreters_read_the_same_order(tmp_path):
+    program = (
+        "import sys, hashlib, numpy as np\nfrom jzero import data\n"
+        "w = data.Windows(np.arange(4001) % 251, np.arange(0, 4000, 4), 4)\n"
+        "b = [x['tokens'] for x in data.batches(w, 8, seed=1, stop=20)]\n"
+        "sys.stdout.write(hashlib.sha256(np.array(b).tobytes()).hexdigest())"
+    )
+    runs = [subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True) for _ in "ab"]
+    assert runs[0].stdout == runs[1].stdout != ""
+
+
+def test_an_epoch_has_every_window_once_and_the_next_has_another_order(windows):
+    def starts(first, last):
+        return [int(w[0]) for b in tokens(data.batches(numbered, 8, seed=1, start=first, stop=last)) for w in b]
+
+    numbered = data.Windows(np.arange(4001), windows.starts, 4)
+    first, second = starts(0, 125), starts(125, 250)
+    assert sorted(first) == sorted(second) == list(range(0, 4000, 4))
+    assert first != second
+    assert first != sorted(first)
+
+
+def test_seeds_share_no_epoch(windows):
+    # grain seeds epoch e with seed + e: without hashing, epoch 1 of seed 0 would be epoch 0 of seed 1.
+    second_epoch = tokens(data.batches(windows, 8, seed=0, start=125, stop=135))
+    first_epoch = tokens(data.batches(windows, 8, seed=1, start=0, stop=10))
+    assert not np.array_equal(second_epoch, first_epoch)
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_the_rows_of_several_processes_make_up_the_same_batch(windows, processes):
+    each = 8 // processes
+    parts = [one_step(windows, 77, rows=slice(p * each, (p + 1) * each)) for p in range(processes)]
+    np.testing.assert_array_equal(np.concatenate(parts), one_step(windows, 77))
+
+
+def test_batches_are_read_ahead_off_the_main_thread():
+    seen = []
+
+    class Recorded(data.Windows):
+        def __getitem__(self, index):
+            seen.append(threading.current_thread())
+            return super().__getitem__(index)
+
+    it = data.batches(Recorded(np.zeros(41, np.uint8), np.arange(10) * 4, 4), 2, seed=0, stop=100, prefetch=3)
+    next(it)
+    deadline = time.monotonic() + 10
+    while len(seen) < 2 * 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(seen) == 2 * 4  # the batch handed out and three more
+    assert threading.main_thread() not in seen
+
+
+@pytest.mark.parametrize(("size", "fraction"), [(100_003, 0.05), (5_000, 0.2), (997, 0.5), (9_999, 0.0)])
+def test_no_byte_is_both_trained_on_and_held_out(size, fraction):
+    train, held_out = data.split(np.zeros(size, np.uint8), 16, fraction)
+
+    def covered(windows):
+        return np.concatenate([np.arange(s, s + 17) for s in windows.starts] or [np.zeros(0, int)])
+
+    assert not set(covered(train)) & set(covered(held_out))
+    assert max([*covered(train), *covered(held_out)]) < size
+    # every byte but the first of each piece is predicted at most once, and nearly all are
+    predicted = np.concatenate([covered(w).reshape(-1, 17)[:, 1:].ravel() for w in (train, held_out) if len(w)])
+    assert len(set(predicted)) == len(predicted) > 0.9 * size
+    assert abs(16 * len(held_out) / size - fraction) < 0.02
+
+
+def test_windows_hold_the_bytes_of_the_corpus():
+    corpus = np.random.default_rng(0).integers(0, 256, 5_000).astype(np.uint8)
+    train, _ = data.split(corpus, 32, 0.1)
+    for index in (0, 1, len(train) - 1):
+        start = train.starts[index]
+        np.testing.assert_array_equal(train[index], corpus[start : start + 33])
+
+
+def test_evaluation_is_the_same_every_time_spread_out_and_without_repetition():
+    numbered = data.Windows(np.arange(4001), np.arange(0, 4000, 4), 4)
+    first, again = data.eval_batches(numbered, 8, 5), data.eval_batches(numbered, 8, 5)
+    np.testing.assert_array_equal(tokens(first), tokens(again))
+    starts = [int(w[0]) for b in tokens(first) for w in b]
+    assert len(set(starts)) == 40
+    assert max(starts) - min(starts) > 3800
+    assert len(data.eval_batches(numbered, 8, 10_000)) == 125
+
+
+def test_rows_of_evaluation_batches_make_up_the_batch(windows):
+    whole = data.eval_batches(windows, 8, 2)
+    parts = [data.eval_batches(windows, 8, 2, rows=r) for r in (slice(0, 4), slice(4, 8))]
+    np.testing.assert_array_equal(np.concatenate([tokens(p) for p in parts], axis=1), tokens(whole))
+
+
+def test_the_default_corpus_is_the_standard_library_without_its_tests():
+    files = data.files_of(None)
+    names = {f.name for f in files}
+    assert {"argparse.py", "ast.py", "decoder.py"} <= names
+    assert all(f.suffix == ".py" for f in files)
+    assert not any({"test", "site-packages"} & set(f.parts) for f in files)
+    assert files == data.files_of(None)
+    assert sum(f.stat().st_size for f in files) > 5e6
+
+
+def test_a_directory_is_read_in_the_order_of_its_paths_without_hidden_files(tmp_path):
+    for name, text in {"b.txt": "B", "a/z.txt": "Z", "a/y.md": "Y", ".git/x.txt": "no", "c/.h.txt": "no"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert bytes(data.read(data.files_of(str(tmp_path)))) == b"Y\0Z\0B"
+    assert bytes(data.read(data.files_of(str(tmp_path), "**/*.txt"))) == b"Z\0B"
+    assert bytes(data.read(data.files_of(str(tmp_path / "b.txt")))) == b"B"
+
+
+def test_missing_and_empty_data_are_refused_by_name(tmp_path):
+    with pytest.raises(DataError, match=r"data.path = /no/such: no such file"):
+        data.files_of("/no/such")
+    with pytest.raises(DataError, match="no file matches"):
+        data.files_of(str(tmp_path))
+    (tmp_path / "empty").touch()
+    with pytest.raises(DataError, match=r"empty"):
+        data.read(data.files_of(str(tmp_path / "empty")))
+    (tmp_path / "also").touch()
+    with pytest.raises(DataError, match="all 2 files"):
+        data.read(data.files_of(str(tmp_path)))
+    with pytest.raises(DataError, match=r"gone.*No such file"):
+        data.read([tmp_path / "gone"])
+
+
+@pytest.mark.parametrize("size", [1, 127, 128])
+def test_fewer_tokens_than_one_sequence_are_refused_with_the_counts(size):
+    with pytest.raises(DataError, match=rf"^{size} tokens are fewer than .* = 129$"):
+        data.split(np.zeros(size, np.uint8), 128, 0.05)
+
+
+def test_a_part_without_a_sequence_is_refused():
+    with pytest.raises(DataError, match=r"held-out part of 200 tokens"):
+        data.split(np.zeros(200, np.uint8), 128, 0.05)
+    with pytest.raises(DataError, match=r"training part of 200 tokens"):
+        data.split(np.zeros(200, np.uint8), 128, 0.9)
+    train, held_out = data.split(np.zeros(129, np.uint8), 128, 0.0)
+    assert (len(train), len(held_out)) == (1, 0)
+    assert len(tokens(data.batches(train, 4, seed=0, stop=3))) == 3
+
+
+def test_a_held_out_part_smaller_than_a_batch_is_refused(windows):
+    with pytest.raises(DataError, match="1000 sequences, fewer than batch_size = 1001"):
+        data.eval_batches(windows, 1001, 1)
