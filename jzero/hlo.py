@@ -1,0 +1,424 @@
+"""A compiled program lists its own collectives; this file reads the list.
+
+What a training step sends is not what its source says: XLA combines, splits, hoists and widens collectives. The only
+witness is the compiled program, so every claim about traffic is read from there, on any compiled JAX function::
+
+    compiled = jax.jit(f, in_shardings=...).lower(x).compile()
+    for c in collectives(compiled, mesh):
+        print(c.kind, c.axes, c.dtype, c.message_bytes, "x", c.trips)
+
+Two conventions of counting exist and are mixed up everywhere; here each number says which one it is. `message_bytes` is
+the full tensor: what a gather returns, what a scatter takes. `wire_bytes` is what one device sends with a ring:
+(N-1)/N of the message for a gather, scatter or all-to-all, 2(N-1)/N for an all-reduce, all of it for a permute.
+
+Both are counts of one device. A program is the same on all devices, and its numbers for devices are positions in the
+flattened mesh it was compiled for, never `device.id`.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+
+class HloError(ValueError):
+    """A compiled program holds something that cannot be read exactly."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a program, once per dtype of its operands (XLA combines tensors into one operation).
+
+    Attributes:
+      name: the HLO instruction's name.
+      kind: one of `KINDS`.
+      axes: the mesh axes along which members of one group differ, in mesh order; never empty.
+      group_size: devices that take part together; for a permute, the product of the sizes of `axes`.
+      dtype: HLO's name, "f32", "bf16", "s8"; what is on the wire, which may be wider than the source asked for.
+      message_bytes: the full tensor of one execution on one device: output of a gather, input of a reduce-scatter,
+        tensor of an all-reduce, all-to-all or permute; all operands of this dtype together.
+      trips: executions in one run of the program: the product of the trip counts of the enclosing loops.
+      loops: names of the enclosing while bodies, outermost first; () at top level.
+      op_name: the path in the traced function, as in "jit(step)/while/body/all_gather"; "" where XLA kept none.
+    """
+
+    name: str
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+    dtype: str
+    message_bytes: int
+    trips: int
+    loops: tuple[str, ...]
+    op_name: str
+
+    @property
+    def total_bytes(self) -> int:
+        """Message bytes of all trips."""
+        return self.message_bytes * self.trips
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes one device sends in all trips with a ring algorithm, rounded up to whole bytes."""
+        if self.kind == "collective-permute":
+            return self.total_bytes
+        passes = 2 if self.kind == "all-reduce" else 1
+        return -(-self.total_bytes * passes * (self.group_size - 1) // self.group_size)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes one device needs to run a program.
+
+    Attributes:
+      argument_bytes, output_bytes: arrays that come in and go out; alias_bytes of them are the same memory (donated).
+      temp_bytes: everything else that is allocated while it runs.
+      peak_bytes: the most a device holds at once, arguments, outputs and temporaries together.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    peak_bytes: int
+
+
+def collectives(program: "jax.stages.Compiled | str", mesh: Mesh) -> list[Collective]:
+    """The collectives of one run of `program`, in program order.
+
+    Asynchronous pairs count once. Every branch of a conditional counts, so with conditionals the sum is an upper bound.
+    Groups of a single device send nothing and are left out.
+
+    Args:
+      program: a compiled function, or the HLO text of one.
+      mesh: the mesh it was compiled for; its devices are numbered in flattened order.
+
+    Raises:
+      HloError: something in the program cannot be counted exactly: an unknown kind of collective or spelling of replica
+        groups, a loop round a collective whose trip count XLA does not know, a mesh that is not the program's. The
+        message names the instruction. Nothing is left out in silence.
+    """
+    if not isinstance(program, str):
+        _check_mesh(program, mesh)
+    text = program if isinstance(program, str) else program.as_text()
+    module = _Module(text or "")
+    found = list(module.walk(module.entry, 1, ()))
+    if unreached := module.collective_names - {i.name for i, _, _ in found}:
+        raise HloError(f"collectives {sorted(unreached)} stand in no computation that the entry is seen to call")
+    return [c for i, trips, loops in found for c in _read(i, trips, loops, mesh)]
+
+
+def traffic(found: Iterable[Collective], by: tuple[str, ...] = ("kind", "axes", "dtype")) -> dict[tuple, int]:
+    """`total_bytes` (messages, not wire) summed over collectives that agree in the fields `by`, as {values: bytes}.
+
+    Raises:
+      ValueError: `by` names something that is not a field of `Collective`.
+    """
+    known = [f.name for f in fields(Collective)]
+    if unknown := [name for name in by if name not in known]:
+        raise ValueError(f"traffic by {unknown}: a collective has the fields {known}")
+    sums: dict[tuple, int] = {}
+    for c in found:
+        key = tuple(getattr(c, name) for name in by)
+        sums[key] = sums.get(key, 0) + c.total_bytes
+    return sums
+
+
+def memory(compiled: jax.stages.Compiled) -> Memory:
+    """What the compiler allocates on one device for one run of `compiled`.
+
+    Raises:
+      HloError: the backend gives no account of its memory.
+    """
+    stats = compiled.memory_analysis()
+    if stats is None:
+        raise HloError("this backend does not report the memory of a compiled program")
+    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return Memory(
+        argument_bytes=stats.argument_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes,
+        alias_bytes=stats.alias_size_in_bytes,
+        temp_bytes=stats.temp_size_in_bytes,
+        # XLA:CPU's own peak leaves the temporaries out; XLA:GPU's adds constants and alignment.
+        peak_bytes=max(stats.peak_memory_in_bytes, held + stats.temp_size_in_bytes),
+    )
+
+
+def _check_mesh(compiled: jax.stages.Compiled, mesh: Mesh) -> None:
+    """Refuses a mesh whose device order is not the program's: group members would be read as other devices."""
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    for other in {s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh)}:
+        if list(other.devices.flat) != list(mesh.devices.flat):
+            raise HloError(f"the program was compiled for the devices of {other}, in that order, not of {mesh}")
+
+
+# ---- text -> instructions -------------------------------------------------------------------------------------------
+# Operands are printed without shapes, but every message follows from the output's shape and the group size.
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_ASSIGNMENT = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations|called_computations)"
+    r"=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"')
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+# What follows these is free text that may look like an attribute.
+_FREE_TEXT = re.compile(r", (?:metadata|frontend_attributes|backend_config|statistics)=")
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    name: str
+    shape: str
+    opcode: str
+    attributes: str  # operands and structural attributes
+    free_text: str  # metadata and backend_config
+
+    @property
+    def kind(self) -> str | None:
+        """The kind where this starts a collective. The done half of a pair is no collective of its own."""
+        if self.opcode.endswith(("-done", "-update")):
+            return None
+        kind = self.opcode.removesuffix("-start")
+        if kind in KINDS:
+            return kind
+        if re.search(r"collective|all-gather|all-reduce|reduce-scatter|all-to-all|^send$|^recv$", kind):
+            raise HloError(f"instruction {self.name}: no rule for counting the bytes of {self.opcode!r}")
+        return None
+
+    @property
+    def callees(self) -> list[str]:
+        if self.opcode.endswith(("-done", "-update")):
+            return []  # Older XLA repeats `calls=` there.
+        return [name for group in _CALLED.findall(self.attributes) for name in re.findall(r"[\w.\-]+", group)]
+
+    @property
+    def trip_count(self) -> int:
+        if found := _TRIPS.search(self.free_text):
+            return int(found[1])
+        raise HloError(
+            f"loop {self.name} holds collectives and has no known trip count: run it a number of times that is known "
+            "when it is compiled (scan, or fori_loop with constants)"
+        )
+
+
+#: A collective where it stands: instruction, trips, enclosing loops.
+_Placed = tuple[_Instruction, int, tuple[str, ...]]
+
+
+class _Module:
+    """The computations of one HLO module, by name."""
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, list[_Instruction]] = {}
+        self.entry = ""
+        current = None
+        for line in text.splitlines():
+            if header := _HEADER.match(line):
+                current = self.computations[header[2]] = []
+                self.entry = header[2] if header[1] else self.entry
+            elif line.startswith("}"):
+                current = None
+            elif current is not None and (found := _ASSIGNMENT.match(line)):
+                current.append(_instruction(found[1], found[2]))
+        if not text.startswith("HloModule") or not self.entry:
+            raise HloError(f"not the HLO text of a compiled program (compile first): {text[:60]!r}")
+        self._busy: dict[str, bool] = {}
+
+    @property
+    def collective_names(self) -> set[str]:
+        return {i.name for body in self.computations.values() for i in body if i.kind}
+
+    def busy(self, name: str) -> bool:
+        """Whether a run of computation `name` may meet a collective."""
+        if name not in self._busy:
+            body = self.computations.get(name, [])
+            self._busy[name] = any(i.kind or any(self.busy(c) for c in i.callees) for i in body)
+        return self._busy[name]
+
+    def walk(self, name: str, trips: int, loops: tuple[str, ...]) -> Iterator[_Placed]:
+        for i in self.computations[name]:
+            if i.kind:
+                yield i, trips, loops
+            for callee in filter(self.busy, i.callees):
+                if i.opcode != "while":
+                    yield from self.walk(callee, trips, loops)
+                    continue
+                is_condition = re.search(rf"\bcondition=%?{re.escape(callee)}(?![\w.\-])", i.attributes)
+                count = i.trip_count + bool(is_condition)  # A condition is tested once more than the body runs.
+                yield from self.walk(callee, trips * count, (*loops, callee))
+
+
+def _instruction(name: str, text: str) -> _Instruction:
+    """Splits `SHAPE OPCODE(OPERANDS), ATTRIBUTES`."""
+    end = _closing(text) if text.startswith("(") else text.find(" ")
+    shape, rest = text[:end], text[end:].lstrip()
+    opcode, parenthesis, rest = rest.partition("(")
+    if end < 0 or not parenthesis or not re.fullmatch(r"[a-z][\w\-]*", opcode):
+        raise HloError(f"instruction {name}: cannot tell shape and operation apart in {text[:120]!r}")
+    cut = found.start() if (found := _FREE_TEXT.search(rest)) else len(rest)
+    return _Instruction(name, shape, opcode, rest[:cut], rest[cut:])
+
+
+def _closing(text: str) -> int:
+    """The position after the parenthesis that closes the one `text` starts with."""
+    depth = 0
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return found.end()
+    return -1
+
+
+# ---- instruction -> Collective --------------------------------------------------------------------------------------
+
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](\{[^}]*\})?")
+
+
+def _read(i: _Instruction, trips: int, loops: tuple[str, ...], mesh: Mesh) -> list[Collective]:
+    """One Collective per dtype of the instruction's operands; none for groups of one device."""
+    kind = i.kind or ""
+    members = _source_target_pairs if kind == "collective-permute" else _replica_groups
+    groups = members(i, mesh.size)
+    coordinates = np.unravel_index(groups, tuple(mesh.shape.values()))
+    axes = tuple(name for name, at in zip(mesh.axis_names, coordinates, strict=True) if (at != at[:, :1]).any())
+    if not axes:
+        return []
+    group_size = groups.shape[1] if kind != "collective-permute" else math.prod(mesh.shape[a] for a in axes)
+    scale = group_size if kind == "reduce-scatter" else 1
+    op_name = found[1] if (found := _OP_NAME.search(i.free_text)) else ""
+    return [
+        Collective(i.name, kind, axes, group_size, dtype, size * scale, trips, loops, op_name)
+        for dtype, size in _bytes_by_dtype(i.name, _output_shape(i)).items()
+    ]
+
+
+def _output_shape(i: _Instruction) -> str:
+    """The result's shape. What starts a pair has the shape (inputs, outputs, context...), but for an all-reduce."""
+    if not i.opcode.endswith("-start"):
+        return i.shape
+    if i.opcode == "all-reduce-start" and not i.shape.startswith("(("):
+        return i.shape
+    parts = _tuple_parts(i.shape)
+    if len(parts) < 2:
+        raise HloError(f"instruction {i.name}: {i.opcode} of shape {i.shape!r} does not show inputs and outputs")
+    return parts[1]
+
+
+def _tuple_parts(shape: str) -> list[str]:
+    """The top-level elements of a tuple shape; [] for an array."""
+    parts, rest = [], re.sub(r"/\*.*?\*/", "", shape)[1:-1] if shape.startswith("(") else ""
+    while rest := rest.lstrip(", "):
+        array = _ARRAY.match(rest)
+        end = _closing(rest) if rest.startswith("(") else array.end() if array else -1
+        if end < 0:
+            raise HloError(f"cannot read the shape {shape!r}")
+        parts.append(rest[:end])
+        rest = rest[end:]
+    return parts
+
+
+def _bytes_by_dtype(name: str, shape: str) -> dict[str, int]:
+    """Bytes of all arrays in a shape, as {HLO dtype: bytes}."""
+    sizes: dict[str, int] = {}
+    for dtype, dims, layout in _ARRAY.findall(shape):
+        elements = math.prod(int(d.removeprefix("<=")) for d in dims.split(",") if d)
+        sizes[dtype] = sizes.get(dtype, 0) + -(-elements * _bits(name, dtype, layout) // 8)
+    if not sizes:
+        raise HloError(f"instruction {name}: no array in the shape {shape!r}")
+    return sizes
+
+
+def _bits(name: str, dtype: str, layout: str) -> int:
+    """Bits of one element in memory: narrower than a byte only where the layout says that elements are packed."""
+    if packed := re.search(r"\bE\((\d+)\)", layout):
+        return int(packed[1])
+    width = re.match(r"(?:bf|[fsuc])(\d+)", dtype)
+    if dtype != "pred" and not width:
+        raise HloError(f"instruction {name}: size of dtype {dtype!r} is not known")
+    return max(8, int(width[1])) if width else 8
+
+
+# ---- replica groups -------------------------------------------------------------------------------------------------
+
+# Each ends at the next attribute: a suffix that is not known must not be taken for the end of a known spelling.
+_LISTED = re.compile(r"\{((?:\{[\d, ]*\}(?:, ?)?)*)\}(?=,|$)")
+_TILED = re.compile(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)(?=,|$)")
+_ON_MESH = re.compile(r"mesh\[([^\]]+)\](?:, device_ids=\(([^{]*)\))? ?\{([^}]*)\}(?=,|$)")
+
+
+def _replica_groups(i: _Instruction, devices: int) -> np.ndarray:
+    """Positions in the flattened mesh, one row per group."""
+    spelled = i.attributes.partition("replica_groups=")[2] or "{}"
+    try:
+        groups = _groups(spelled, devices)
+    except (ValueError, KeyError) as error:
+        raise HloError(f"instruction {i.name}: cannot read the replica groups {spelled[:80]!r}: {error}") from error
+    if not np.array_equal(np.sort(groups, axis=None), np.arange(devices)):
+        raise HloError(
+            f"instruction {i.name}: the replica groups {spelled[:80]!r} do not part {devices} devices: "
+            "is this the mesh that the program was compiled for?"
+        )
+    return groups
+
+
+def _groups(spelled: str, devices: int) -> np.ndarray:
+    """Reads the three spellings; what follows the groups in `spelled` is left alone."""
+    if found := _LISTED.match(spelled):  # {{0,2},{1,3}}; {} is one group of all
+        return np.array([_ints(g) for g in re.findall(r"\{([^{}]*)\}", found[1])] or [range(devices)])
+    if found := _TILED.match(spelled):  # [4,2]<=[8], [4,2]<=[2,4]T(1,0)
+        return _ids(found[2]).reshape(_ints(found[1]))
+    if found := _ON_MESH.match(spelled):  # mesh['a'=2,'b'=4] {'b'}
+        named = (axis.rsplit("=", 1) for axis in found[1].replace("'", "").split(","))
+        sizes = {name.strip(): int(size) for name, size in named}
+        ids = _ids(found[2] or f"[{math.prod(sizes.values())}]")
+        return _along(ids, sizes, [axis.strip() for axis in found[3].replace("'", "").split(",") if axis.strip()])
+    raise ValueError("unknown spelling")
+
+
+def _ids(spelled: str) -> np.ndarray:
+    """Flat device ids from `[2,4]T(1,0)` (0..7 in that shape, transposed) or `0,2,1,3`."""
+    if found := re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", spelled):
+        dims = _ints(found[1])
+        return np.arange(math.prod(dims)).reshape(dims).transpose(_ints(found[2] or "") or None).ravel()
+    return np.array(_ints(spelled))
+
+
+def _along(ids: np.ndarray, sizes: dict[str, int], axes: list[str]) -> np.ndarray:
+    """Groups along mesh axes, or along a factor of one: `b:(p)s` sees axis b as p × s × rest and spans only s of it."""
+    factors: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
+    for axis in axes:
+        name, _, part = axis.partition(":(")
+        factors[name].append((int(part.split(")")[0]), int(part.split(")")[1])) if part else (1, sizes[name]))
+    dims, spanned = [], []
+    for name, size in sizes.items():
+        seen = 1
+        for before, factor in sorted(factors[name]):
+            spanned.append(len(dims) + 1)
+            dims += [before // seen, factor]
+            seen = before * factor
+        dims.append(size // seen)
+    others = [d for d in range(len(dims)) if d not in spanned]
+    return ids.reshape(dims).transpose(others + spanned).reshape(-1, math.prod(dims[d] for d in spanned))
+
+
+def _source_target_pairs(i: _Instruction, devices: int) -> np.ndarray:
+    """One row (from, to) per pair."""
+    found = re.search(r"\bsource_target_pairs=\{((?:\{\d+,\s*\d+\}(?:,\s*)?)*)\}", i.attributes)
+    if not found:
+        raise HloError(f"instruction {i.name}: no source_target_pairs that can be read in {i.attributes[:120]!r}")
+    pairs = np.array([_ints(pair) for pair in re.findall(r"\{([^{}]+)\}", found[1])], int).reshape(-1, 2)
+    if pairs.size and pairs.max() >= devices:
+        raise HloError(f"instruction {i.name}: a permute reaches device {pairs.max()}, the mesh has {devices}")
+    return pairs
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n.strip()]
