@@ -59,8 +59,12 @@ class Gradients:
         """Finished gradients (float32), sums over all devices (float32 scalars), the model's state after the batch."""
 
         def micro(state: Values, batch: Any) -> tuple[Values, tuple[Values, Values]]:
+            # Ties the parameters to the microbatch: what does not depend on it, XLA moves out of the accumulation
+            # loop, and a parameter that is gathered before the loop stays whole for the whole step.
+            tied, batch = lax.optimization_barrier(((params, frozen), batch))
+
             def loss(slots: Values) -> tuple[jax.Array, tuple[Values, Values]]:
-                model = self._model(slots, params, frozen, state)
+                model = self._model(slots, *tied, state)
                 sums = sums_of(self.loss_fn(model, batch))
                 return sums["loss"], (sums, self.template.state_of(model))
 

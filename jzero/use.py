@@ -100,7 +100,7 @@ def remat_policy(remat: str) -> Callable[..., Any]:
     Raises:
         ValueError: another word.
     """
-    policies = {"none": _all_but_gathered, "full": jax.checkpoint_policies.save_only_these_names(KEPT)}
+    policies = {"none": _all_but_gathered, "full": _nothing_but_kept}
     if remat not in policies:
         raise ValueError(f"remat {remat!r} is not one of {', '.join(policies)}")
     return policies[remat]
@@ -108,10 +108,24 @@ def remat_policy(remat: str) -> Callable[..., Any]:
 
 def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
     # Refusing the name alone would save the output of the all-gather under it.
-    if primitive.name == "all_gather":
-        axes = params["axis_name"]
-        return not set(axes if isinstance(axes, tuple) else (axes,)) & set(DATA_AXES)
-    return not (primitive.name == "name" and params["name"] == GATHERED)
+    return _name(primitive, params) != GATHERED and not _gathers_data(primitive, params)
+
+
+def _nothing_but_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+    return _name(primitive, params) == KEPT
+
+
+def _name(primitive: Any, params: Mapping[str, Any]) -> str | None:
+    """The name that an operation gives to its result; a policy sees a `use` as one operation, its name inside."""
+    if primitive.name == "name":
+        return params["name"]
+    inner = params["call_jaxpr"].eqns if primitive.name == "custom_vjp_call" else []
+    return next((eqn.params["name"] for eqn in inner if eqn.primitive.name == "name"), None)
+
+
+def _gathers_data(primitive: Any, params: Mapping[str, Any]) -> bool:
+    axes = params["axis_name"] if primitive.name == "all_gather" else ()
+    return bool(set(axes if isinstance(axes, tuple) else (axes,)) & set(DATA_AXES))
 
 
 @functools.cache

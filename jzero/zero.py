@@ -56,7 +56,7 @@ class Zero:
     Attributes:
         axes: the mesh axes that ZeRO shards over.  Both data-parallel axes by default; `("dp",)` on a mesh with nodes
             is hybrid sharding (HSDP, MiCS): shards within a node, replicas across.
-        persist_below: leaves with fewer elements than this stay whole.
+        persist_below: leaves with fewer elements than this, counted per layer, stay whole.
         replicate: shell-style patterns over leaf paths (``"*/norm/scale"``); what matches stays whole.
         regather: False keeps gathered parameters to the end of the backward pass instead of gathering them again
             (FSDP's SHARD_GRAD_OP).
@@ -285,7 +285,7 @@ def _reason_to_stay_whole(leaf: Leaf, zero: Zero, axes: tuple[str, ...], shards:
     for pattern in zero.replicate:
         if fnmatch.fnmatchcase(leaf.name, pattern):
             return f"zero.replicate {pattern!r}"
-    if math.prod(leaf.shape) < zero.persist_below:
+    if math.prod(leaf.shape[leaf.layer_dims :]) < zero.persist_below:
         return f"fewer than zero.persist_below={zero.persist_below} elements"
     if shard_dim(leaf, shards) is None:
         sizes = leaf.shape[leaf.layer_dims :]
