@@ -24,6 +24,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jzero.replica_groups import replica_groups, source_target_pairs
+
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
@@ -285,8 +287,11 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](\{[^}]*\})?")
 def _read(i: _Instruction, trips: int, loops: tuple[str, ...], mesh: Mesh) -> list[Collective]:
     """One Collective per dtype of the instruction's operands; none for groups of one device."""
     kind = i.kind or ""
-    members = _source_target_pairs if kind == "collective-permute" else _replica_groups
-    groups = members(i, mesh.size)
+    members = source_target_pairs if kind == "collective-permute" else replica_groups
+    try:
+        groups = members(i.attributes, mesh.size)
+    except ValueError as error:
+        raise HloError(f"instruction {i.name}: {error}") from error
     coordinates = np.unravel_index(groups, tuple(mesh.shape.values()))
     axes = tuple(name for name, at in zip(mesh.axis_names, coordinates, strict=True) if (at != at[:, :1]).any())
     if not axes:
@@ -344,81 +349,3 @@ def _bits(name: str, dtype: str, layout: str) -> int:
     if dtype != "pred" and not width:
         raise HloError(f"instruction {name}: size of dtype {dtype!r} is not known")
     return max(8, int(width[1])) if width else 8
-
-
-# ---- replica groups -------------------------------------------------------------------------------------------------
-
-# Each ends at the next attribute: a suffix that is not known must not be taken for the end of a known spelling.
-_LISTED = re.compile(r"\{((?:\{[\d, ]*\}(?:, ?)?)*)\}(?=,|$)")
-_TILED = re.compile(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)(?=,|$)")
-_ON_MESH = re.compile(r"mesh\[([^\]]+)\](?:, device_ids=\(([^{]*)\))? ?\{([^}]*)\}(?=,|$)")
-
-
-def _replica_groups(i: _Instruction, devices: int) -> np.ndarray:
-    """Positions in the flattened mesh, one row per group."""
-    spelled = i.attributes.partition("replica_groups=")[2] or "{}"
-    try:
-        groups = _groups(spelled, devices)
-    except (ValueError, KeyError) as error:
-        raise HloError(f"instruction {i.name}: cannot read the replica groups {spelled[:80]!r}: {error}") from error
-    if not np.array_equal(np.sort(groups, axis=None), np.arange(devices)):
-        raise HloError(
-            f"instruction {i.name}: the replica groups {spelled[:80]!r} do not part {devices} devices: "
-            "is this the mesh that the program was compiled for?"
-        )
-    return groups
-
-
-def _groups(spelled: str, devices: int) -> np.ndarray:
-    """Reads the three spellings; what follows the groups in `spelled` is left alone."""
-    if found := _LISTED.match(spelled):  # {{0,2},{1,3}}; {} is one group of all
-        return np.array([_ints(g) for g in re.findall(r"\{([^{}]*)\}", found[1])] or [range(devices)])
-    if found := _TILED.match(spelled):  # [4,2]<=[8], [4,2]<=[2,4]T(1,0)
-        return _ids(found[2]).reshape(_ints(found[1]))
-    if found := _ON_MESH.match(spelled):  # mesh['a'=2,'b'=4] {'b'}
-        named = (axis.rsplit("=", 1) for axis in found[1].replace("'", "").split(","))
-        sizes = {name.strip(): int(size) for name, size in named}
-        ids = _ids(found[2] or f"[{math.prod(sizes.values())}]")
-        return _along(ids, sizes, [axis.strip() for axis in found[3].replace("'", "").split(",") if axis.strip()])
-    raise ValueError("unknown spelling")
-
-
-def _ids(spelled: str) -> np.ndarray:
-    """Flat device ids from `[2,4]T(1,0)` (0..7 in that shape, transposed) or `0,2,1,3`."""
-    if found := re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", spelled):
-        dims = _ints(found[1])
-        return np.arange(math.prod(dims)).reshape(dims).transpose(_ints(found[2] or "") or None).ravel()
-    return np.array(_ints(spelled))
-
-
-def _along(ids: np.ndarray, sizes: dict[str, int], axes: list[str]) -> np.ndarray:
-    """Groups along mesh axes, or along a factor of one: `b:(p)s` sees axis b as p × s × rest and spans only s of it."""
-    factors: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
-    for axis in axes:
-        name, _, part = axis.partition(":(")
-        factors[name].append((int(part.split(")")[0]), int(part.split(")")[1])) if part else (1, sizes[name]))
-    dims, spanned = [], []
-    for name, size in sizes.items():
-        seen = 1
-        for before, factor in sorted(factors[name]):
-            spanned.append(len(dims) + 1)
-            dims += [before // seen, factor]
-            seen = before * factor
-        dims.append(size // seen)
-    others = [d for d in range(len(dims)) if d not in spanned]
-    return ids.reshape(dims).transpose(others + spanned).reshape(-1, math.prod(dims[d] for d in spanned))
-
-
-def _source_target_pairs(i: _Instruction, devices: int) -> np.ndarray:
-    """One row (from, to) per pair."""
-    found = re.search(r"\bsource_target_pairs=\{((?:\{\d+,\s*\d+\}(?:,\s*)?)*)\}", i.attributes)
-    if not found:
-        raise HloError(f"instruction {i.name}: no source_target_pairs that can be read in {i.attributes[:120]!r}")
-    pairs = np.array([_ints(pair) for pair in re.findall(r"\{([^{}]+)\}", found[1])], int).reshape(-1, 2)
-    if pairs.size and pairs.max() >= devices:
-        raise HloError(f"instruction {i.name}: a permute reaches device {pairs.max()}, the mesh has {devices}")
-    return pairs
-
-
-def _ints(text: str) -> list[int]:
-    return [int(n) for n in text.split(",") if n.strip()]
