@@ -5,6 +5,7 @@ splits the tensors of one layer and belongs inside a node.  An axis that is left
 """
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -26,8 +27,8 @@ def parse(text: str) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
-        name, equals, size = (s.strip() for s in part.partition("="))
-        if not equals or not size.lstrip("-").isdigit():
+        name, _, size = (s.strip() for s in part.partition("="))
+        if not name or not re.fullmatch("-?[0-9]+", size):
             raise ValueError(f"mesh {text!r}: {part!r} is not AXIS=SIZE, as in 'node=2,dp=4,tp=2'")
         if name in sizes:
             raise ValueError(f"mesh {text!r}: axis {name!r} is given twice")
@@ -58,7 +59,9 @@ def sizes_on(sizes: Mapping[str, int], device_count: int) -> dict[str, int]:
     return full
 
 
-def make_mesh(axes: str | Mapping[str, int] | None = None, devices: Sequence[jax.Device] | np.ndarray | None = None) -> Mesh:
+def make_mesh(
+    axes: str | Mapping[str, int] | None = None, devices: Sequence[jax.Device] | np.ndarray | None = None
+) -> Mesh:
     """A (node, dp, tp) mesh over `devices` (default: all), every axis Auto.
 
     `make_mesh` of JAX makes Explicit axes by default and Flax wants Auto ones, so the types are always named.
@@ -81,7 +84,9 @@ def as_mesh(mesh: Mesh | str | Mapping[str, int] | None) -> Mesh:
     if not isinstance(mesh, Mesh):
         return make_mesh(mesh)
     if mesh.axis_names != AXES:
-        raise ValueError(f"the mesh has the axes {mesh.axis_names}, jzero needs {AXES}: use jzero.make_mesh('dp=4,tp=2')")
+        raise ValueError(
+            f"the mesh has the axes {mesh.axis_names}, jzero needs {AXES}: use jzero.make_mesh('dp=4,tp=2')"
+        )
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         raise ValueError(f"the mesh has axis types {mesh.axis_types}, jzero needs Auto ones: use jzero.make_mesh")
     return mesh

@@ -10,8 +10,8 @@ For a weight `W[in, out]` whose `out` dim tensor parallelism took, and ZeRO over
 
 Every collective of a training step is the move between two of those specs: gradients from whole to their spec
 (stage 2 and 3: reduce-scatter in the backward pass), from their spec to the optimizer state's (stage 1: reduce-scatter
-once per step; stage 0: all-reduce), parameters from the optimizer state's spec to rest (stage 1 and 2: all-gather once),
-from rest to use (stage 3: all-gather at each read).
+once per step; stage 0: all-reduce), parameters from the optimizer state's spec to rest (stage 1 and 2: all-gather
+once), from rest to use (stage 3: all-gather at each read).
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
 """
@@ -102,12 +102,17 @@ class Leaf:
 
     @property
     def name(self) -> str:
+        """The path in one string."""
         return path_name(self.path)
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A leaf that ZeRO leaves whole on every device of its axes, and why."""
+    """A leaf that ZeRO leaves whole on every device of its axes, and why.
+
+    Attributes:
+        shape, nbytes: at rest, layer dims included, before tensor parallelism divides it.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -163,7 +168,9 @@ def shard_dim(leaf: Leaf, shards: int) -> int | None:
     return max(free, key=lambda dim: leaf.shape[dim], default=None)
 
 
-def layout(leaf: Leaf, stage: int, zero: Zero, mesh: Mesh, reduce_dtype: str, grads_dtype: str) -> tuple[Layout, Whole | None]:
+def layout(
+    leaf: Leaf, stage: int, zero: Zero, mesh: Mesh, reduce_dtype: str, grads_dtype: str
+) -> tuple[Layout, Whole | None]:
     """The layout of one leaf at one stage, and a record if it had to stay whole where the stage shards.
 
     Args:
@@ -197,11 +204,14 @@ def layout(leaf: Leaf, stage: int, zero: Zero, mesh: Mesh, reduce_dtype: str, gr
             publish = Gather(dim, axes, leaf.tp_spec)
     if leftover:
         finish = Then(finish, Then(AllReduce(leftover, leaf.tp_spec, reduce_dtype), to_sum))
-    return Layout(**specs, dim=dim, axes=axes, use_forward=use_forward, use_backward=use_backward,
-                  finish=finish, publish=publish), whole
+    return Layout(
+        **specs, dim=dim, axes=axes, use_forward=use_forward, use_backward=use_backward, finish=finish, publish=publish
+    ), whole
 
 
-def layouts(leaves: Sequence[Leaf], stage: int, zero: Zero, mesh: Mesh, reduce_dtype: str, grads_dtype: str) -> tuple[dict[Path, Layout], tuple[Whole, ...]]:
+def layouts(
+    leaves: Sequence[Leaf], stage: int, zero: Zero, mesh: Mesh, reduce_dtype: str, grads_dtype: str
+) -> tuple[dict[Path, Layout], tuple[Whole, ...]]:
     """`layout` for every leaf.
 
     Raises:
@@ -226,29 +236,42 @@ def tp_spec(names: Sequence[Any], shape: tuple[int, ...], path: Path, mesh: Mesh
 
     Raises:
         ValueError: an axis that is not of the mesh, a data-parallel axis (sharding over those is the stage's choice),
-            more names than dims, or a dim that the axis does not divide.  Names the leaf, its shape and the axis.
+            more names than dims, an axis named twice, or a dim that it does not divide.  Names the leaf, its shape and
+            the axis.
     """
     where = f"parameter {path_name(path)!r} of shape {shape}"
     if len(names) > len(shape):
         raise ValueError(f"{where} is annotated with {len(names)} axes {tuple(names)}: one per dim at most")
-    entries: list[str | None] = []
-    for dim, entry in enumerate([*names, *[None] * (len(shape) - len(names))]):
-        axes = [a for a in (entry if isinstance(entry, tuple | list) else (entry,)) if a is not None]
-        for axis in axes:
-            if axis in DATA_AXES:
-                raise ValueError(
-                    f"{where} is annotated with the data-parallel axis {axis!r}: the stage decides what is sharded "
-                    f"over {DATA_AXES}; annotate tensor parallelism ('tp') only"
-                )
-            if axis not in mesh.shape:
-                raise ValueError(f"{where} is annotated with {axis!r}, which is no axis of the mesh {mesh.axis_names}; "
-                                 f"map logical names with Flax's logical_axis_rules or sharding_rules")
-        axes = [a for a in axes if mesh.shape[a] > 1]
-        size = math.prod(mesh.shape[a] for a in axes)
-        if shape[dim] % size:
-            raise ValueError(f"{where}: dim {dim} of size {shape[dim]} is not a multiple of {axes[0]}={size}")
-        entries.append(axes[0] if axes else None)
-    return P(*entries)
+    by_dim = [_named_axes(entry, where, mesh) for entry in names]
+    by_dim += [[]] * (len(shape) - len(names))
+    named = [axis for axes in by_dim for axis in axes]
+    for axis in named:
+        if named.count(axis) > 1:
+            raise ValueError(f"{where} is annotated with {tuple(names)}: {axis!r} is named twice, it can split one dim")
+    for dim, axes in enumerate(by_dim):
+        if axes and shape[dim] % mesh.shape[axes[0]]:
+            raise ValueError(
+                f"{where}: dim {dim} of size {shape[dim]} is not a multiple of {axes[0]}={mesh.shape[axes[0]]}"
+            )
+    # Beside the data-parallel axes a mesh has tp alone, so no dim has two.
+    return P(*[axes[0] if axes else None for axes in by_dim])
+
+
+def _named_axes(entry: Any, where: str, mesh: Mesh) -> list[str]:
+    """Axes of one dim's annotation, those of size 1 left out."""
+    axes = [axis for axis in (entry if isinstance(entry, tuple | list) else (entry,)) if axis is not None]
+    for axis in axes:
+        if axis in DATA_AXES:
+            raise ValueError(
+                f"{where} is annotated with the data-parallel axis {axis!r}: the stage decides what is sharded "
+                f"over {DATA_AXES}; annotate tensor parallelism ('tp') only"
+            )
+        if axis not in mesh.shape:
+            raise ValueError(
+                f"{where} is annotated with {axis!r}, which is no axis of the mesh {mesh.axis_names}; "
+                f"map logical names with Flax's logical_axis_rules or sharding_rules"
+            )
+    return [axis for axis in axes if mesh.shape[axis] > 1]
 
 
 def opt_state_specs(abstract_opt_state: Any, params: Mapping[Path, tuple[tuple[int, ...], P]]) -> Any:
