@@ -58,7 +58,7 @@ class Model(Section):
 
     vocab: int = Field(256, ge=256, description="number of tokens; the data are bytes, so at least 256")
     width: Count = Field(128, description="size of the residual stream")
-    layers: Count = Field(4, description="number of blocks")
+    layers: Count = Field(2, description="number of blocks")
     heads: Count = Field(4, description="query heads; width / heads is the size of one, and even")
     kv_heads: Count = Field(4, description="key and value heads; divides heads")
     mlp_width: Count = Field(384, description="hidden size of the SwiGLU")
@@ -140,7 +140,7 @@ class Config(Section):
     mesh: str = Field("dp=-1", description="axis sizes such as node=2,dp=4,tp=2; -1 is what is left")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="of parameters, dropout and data order")
     steps: Count = Field(600, description="optimizer steps")
-    batch_size: Count = Field(32, description="sequences per optimizer step, over the whole mesh")
+    batch_size: Count = Field(16, description="sequences per optimizer step, over the whole mesh")
     micro_batch: int | None = Field(
         None, ge=1, description="sequences per data-parallel device and microbatch; none: no accumulation"
     )

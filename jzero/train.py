@@ -1,0 +1,372 @@
+"""Trains the built-in decoder on bytes: `python -m jzero.train`.
+
+Read `train` top-down: settings, devices, data, run, loop.  Everything it does is a call to the library, in the order in
+which a program of your own would make the calls.
+
+Exit status: 0, the run reached its last step; 1, it failed; 2, the input was wrong and nothing was written.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from tqdm import tqdm
+
+import jzero
+from jzero import data, optim
+from jzero import mesh as meshes
+from jzero.config import Config, ConfigError, load, resolve, to_yaml
+from jzero.models.decoder import Decoder, DecoderConfig, layer_dims, next_token_loss
+
+FAKE_DEVICES = 8
+IN_FLIGHT = 2  # steps dispatched beyond the one whose metrics are read
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on; the message is one line for the user."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains as `argv` says and returns the exit status."""
+    try:
+        train(load(sys.argv[1:] if argv is None else argv))
+    except (ConfigError, data.DataError) as error:
+        return _say(error, 2)
+    except RunError as error:
+        return _say(error, 1)
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
+    return 0
+
+
+def _say(error: object, status: int) -> int:
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    return status
+
+
+def train(config: Config) -> None:
+    """One run, from its settings to its last evaluation.
+
+    Raises:
+        ConfigError: a setting that cannot be honoured; nothing is written.
+        DataError: data that cannot be trained on; nothing is written.
+        RunError: too many steps in a row had a non-finite gradient.
+    """
+    # Settings and devices.
+    start_cpu_devices()
+    config = resolve(config, jax.device_count(), jax.default_backend())
+    check_run_dir(config.run.dir)
+    mesh = meshes.make_mesh(config.mesh)
+
+    # Data: held-out batches stay in memory, training batches are read ahead.
+    corpus = data.read(data.files_of(config.data.path, config.data.glob))
+    windows, held_out = data.split(corpus, config.data.seq_len, config.data.eval_fraction)
+    evals = data.eval_batches(held_out, config.batch_size, config.data.eval_batches) if len(held_out) else []
+    batches = data.batches(
+        windows, config.batch_size, seed=config.seed, stop=config.steps, prefetch=config.data.prefetch
+    )
+
+    # The run: three specs per parameter, one compiled step.
+    schedule = optim.make_schedule(
+        config.optim.schedule,
+        config.optim.lr,
+        config.optim.warmup_steps or 0,
+        config.steps,
+        config.optim.min_lr_ratio,
+    )
+    run = make_run(config, mesh, schedule)
+
+    # From here on the run leaves traces.
+    run_dir = make_run_dir(config.run.dir)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(run_dir)})})
+    (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    print("\n".join([*describe(config, run), describe_data(windows, held_out), f"files: {run_dir}"]), flush=True)
+
+    state = run.init()
+    with Journal(run_dir / "metrics.jsonl", config, schedule) as journal:
+        journal.evaluated(0, evaluate(run, state, evals))
+        fit(run, state, batches, evals, config, journal)
+        print(journal.summary())
+
+
+def fit(
+    run: Any, state: Any, batches: Iterable[data.Batch], evals: Sequence[data.Batch], config: Config, journal: "Journal"
+) -> Any:
+    """The loop: dispatches steps, and reads the metrics of a step when later ones are on their way.
+
+    Returns:
+        The state after the last step.
+    """
+    waiting = Waiting(IN_FLIGHT)
+    for step, batch in enumerate(batches, start=1):
+        state, metrics = run.step(state, run.put(batch))
+        waiting.put(step, metrics)
+        journal.trained(waiting.ready())
+        if step % config.log.eval_every == 0 or step == config.steps:
+            journal.trained(waiting.rest())
+            journal.evaluated(step, evaluate(run, state, evals))
+    return state
+
+
+def evaluate(run: Any, state: Any, evals: Sequence[data.Batch]) -> tuple[float, float]:
+    """(loss per token in nats, number of tokens) over all batches: the sum of losses over the sum of weights."""
+    results = [run.evaluate(state, run.put(batch)) for batch in evals]
+    weights = [float(r["weight"]) for r in results]
+    losses = [float(r["loss"]) * w for r, w in zip(results, weights, strict=True)]
+    return (sum(losses) / sum(weights), sum(weights)) if evals else (math.nan, 0.0)
+
+
+def make_run(config: Config, mesh: jax.sharding.Mesh, schedule: optax.Schedule) -> Any:
+    """The ZeRO run that a resolved config describes; no array is made."""
+    precision, dtype = config.precision, config.precision.params
+    sizes = DecoderConfig(**config.model.model_dump(), dtype=dtype, param_dtype=dtype)
+    tx = optim.make_optimizer(
+        config.optim.name,
+        schedule,
+        weight_decay=config.optim.weight_decay,
+        b1=config.optim.b1,
+        b2=config.optim.b2,
+        eps=config.optim.eps,
+        layer_dims=layer_dims,
+    )
+    tokens = jax.ShapeDtypeStruct((config.batch_size, config.data.seq_len + 1), jnp.int32)
+    try:
+        return jzero.setup(
+            lambda: Decoder(sizes, rngs=nnx.Rngs(config.seed)),
+            next_token_loss,
+            tx,
+            mesh,
+            {"tokens": tokens},
+            stage=config.stage,
+            micro_batches=config.batch_size // ((config.micro_batch or 1) * meshes.data_size(mesh)),
+            clip_norm=config.optim.clip_norm,
+            precision=jzero.Precision(params=dtype, grads=precision.grads, reduce=precision.reduce),
+            zero=jzero.Zero(**config.zero.model_dump()),
+        )
+    except ValueError as error:  # a pattern that matches nothing, a size that tp does not divide
+        raise ConfigError(str(error)) from error
+
+
+def start_cpu_devices() -> None:
+    """Eight CPU devices for a machine without an accelerator, unless XLA_FLAGS already says how many.
+
+    Has no effect on accelerators, nor once JAX has started its backends.
+    """
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in os.environ:
+        return
+    if not Path("/dev/nvidiactl").exists():
+        # The aot extra brings a CUDA plugin that, with no GPU to be found, logs the traceback of its version check.
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    try:
+        jax.config.update("jax_num_cpu_devices", FAKE_DEVICES)
+    except RuntimeError:
+        return
+    if jax.default_backend() == "cpu":
+        print(
+            f"no accelerator: {FAKE_DEVICES} fake CPU devices "
+            "(another number: XLA_FLAGS=--xla_force_host_platform_device_count=N)"
+        )
+
+
+# The run directory.
+
+
+def check_run_dir(name: str | None) -> None:
+    """Refuses a directory that cannot take a new run; writes nothing.
+
+    Raises:
+        ConfigError: it holds a run, is not a directory, or cannot be written.
+    """
+    path = Path(name or "runs").absolute()
+    held = [f for f in ("config.yaml", "metrics.jsonl", "checkpoints") if name and (path / f).exists()]
+    if held:
+        raise ConfigError(f"run.dir = {name}: already holds a run ({', '.join(held)}); name a new directory")
+    there = next(p for p in (path, *path.parents) if p.exists())
+    if not there.is_dir():
+        raise ConfigError(f"run.dir = {name or path}: {there} is not a directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.dir = {name or path}: {there} is not writable")
+
+
+def make_run_dir(name: str | None) -> Path:
+    """The directory of a new run, made; without a name it is runs/ and the time, and a number if that is taken.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    names = [name] if name else [f"runs/{stamp}{suffix}" for suffix in ("", *(f"-{i}" for i in range(1, 100)))]
+    for path in map(Path, names):
+        try:
+            path.mkdir(parents=True, exist_ok=name is not None)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"run.dir = {path}: {error.strerror}") from None
+    raise ConfigError(f"run.dir = {names[0]}: is taken, and so are {len(names) - 1} like it")
+
+
+# What the run says.
+
+
+class Waiting:
+    """Metrics on their way to the host.  Those of a step are read when `depth` later steps are dispatched.
+
+    Reading waits for the step to end; by then the devices have work for `depth` steps, so they never wait for the host,
+    and the host is never further ahead.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._steps: deque[tuple[int, Mapping[str, jax.Array]]] = deque()
+
+    def put(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+        """Starts the copy of a step's metrics, which may not be computed yet."""
+        for value in metrics.values():
+            value.copy_to_host_async()
+        self._steps.append((step, metrics))
+
+    def ready(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """(step, metrics) of the steps that are `depth` behind, in order."""
+        while len(self._steps) > self._depth:
+            yield self._read()
+
+    def rest(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """(step, metrics) of all steps; waits for the last."""
+        while self._steps:
+            yield self._read()
+
+    def _read(self) -> tuple[int, dict[str, float]]:
+        step, metrics = self._steps.popleft()
+        return step, {name: np.asarray(value).item() for name, value in metrics.items()}
+
+
+class Journal:
+    """What is written of a run: lines of metrics.jsonl and a progress bar.
+
+    A line of training has step, loss (nats per token), grad_norm (before clipping), lr, tokens (trained on so far),
+    tokens_per_s and step_s (seconds per step since the line before, evaluation not counted; the first line's include
+    compilation).  A line of evaluation has step, eval_loss and eval_tokens.  What is not finite is null.
+    """
+
+    def __init__(self, path: Path, config: Config, schedule: optax.Schedule) -> None:
+        self._config = config
+        # On the host and all at once: a value computed on the devices would wait there behind the steps under way.
+        self._lr = np.asarray(jax.vmap(schedule)(jnp.arange(config.steps)))
+        self._tokens_per_step = config.batch_size * config.data.seq_len
+        self._file = path.open("x", encoding="utf-8")
+        quiet = 0.1 if sys.stderr.isatty() else 15.0
+        self._bar = tqdm(total=config.steps, unit="step", dynamic_ncols=True, mininterval=quiet)
+        self._skipped = 0
+        self._evals: list[tuple[int, float]] = []
+        self._start = self._clock = time.perf_counter()
+        self._logged = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+        self._file.close()
+
+    def trained(self, steps: Iterable[tuple[int, dict[str, float]]]) -> None:
+        """Takes in the metrics of steps that ended.
+
+        Raises:
+            RunError: `optim.max_skipped` steps in a row were skipped.
+        """
+        for step, metrics in steps:
+            lr = self._lr[step - 1 - self._skipped].item()  # the schedule does not move on a skipped step
+            self._skipped += bool(metrics["skipped_in_row"])
+            failed = metrics["skipped_in_row"] >= self._config.optim.max_skipped
+            if failed or step in (1, self._config.steps) or step % self._config.log.every == 0:
+                self._log(step, lr, metrics)
+            self._bar.update()
+            self._bar.set_postfix(loss=f"{metrics['loss']:.3f}", refresh=False)
+            if failed:
+                raise RunError(
+                    f"step {step}: the gradient was not finite in {metrics['skipped_in_row']:.0f} steps in a row "
+                    f"(optim.max_skipped); try a lower optim.lr, a longer warm-up or precision.params = float32"
+                )
+
+    def evaluated(self, step: int, result: tuple[float, float]) -> None:
+        """Takes in an evaluation after `step`; one over no tokens leaves no trace."""
+        loss, tokens = result
+        if tokens:
+            self._write({"step": step, "eval_loss": loss, "eval_tokens": int(tokens)})
+            self._evals.append((step, loss))
+            self._bar.write(f"step {step}: held-out loss {loss:.4f} nats per token")
+        self._clock = time.perf_counter()
+
+    def summary(self) -> str:
+        """The run in two lines."""
+        tokens, seconds = self._config.steps * self._tokens_per_step, time.perf_counter() - self._start
+        lines = [
+            f"done: {self._config.steps} steps, {tokens:,} tokens in {seconds:.1f} s, {self._skipped} steps skipped"
+        ]
+        if self._evals:
+            lines.append(f"held-out loss: {self._evals[0][1]:.4f} -> {self._evals[-1][1]:.4f} nats per token")
+        return "\n".join(lines)
+
+    def _log(self, step: int, lr: float, metrics: Mapping[str, float]) -> None:
+        now = time.perf_counter()
+        step_s = (now - self._clock) / (step - self._logged)
+        speed = {
+            "tokens": step * self._tokens_per_step,
+            "tokens_per_s": self._tokens_per_step / step_s,
+            "step_s": step_s,
+        }
+        self._write({"step": step, **metrics, "lr": lr, **speed})
+        self._clock, self._logged = now, step
+
+    def _write(self, line: Mapping[str, float]) -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in line.items()}
+        print(json.dumps(finite), file=self._file, flush=True)
+
+
+def describe(config: Config, run: Any) -> list[str]:
+    """The run before its first step: mesh, parameters, bytes of one device at rest, and what stayed whole."""
+    at_rest = run.at_rest_bytes()
+    micro = config.micro_batch or 1
+    sequences = f"batch of {config.batch_size} x {config.data.seq_len} tokens, {micro} sequences per device at a time"
+    lines = [
+        f"stage {config.stage} on mesh {config.mesh} ({jax.device_count()} x {jax.devices()[0].device_kind})",
+        f"model: {_parameters(run):,} parameters in {config.precision.params}; {sequences}",
+        f"at rest per device: {_mib(sum(at_rest.values()))}, of which "
+        + ", ".join(f"{name} {_mib(size)}" for name, size in at_rest.items()),
+    ]
+    if run.whole:
+        total = sum(leaf.nbytes for leaf in run.whole)
+        lines.append(f"whole on every device: {len(run.whole)} leaves, {_mib(total)} of parameters")
+        lines += [f"  {leaf.path} {tuple(leaf.shape)} {leaf.nbytes:,} bytes: {leaf.reason}" for leaf in run.whole]
+    return lines
+
+
+def describe_data(windows: data.Windows, held_out: data.Windows) -> str:
+    """The corpus in one line."""
+    return f"data: {len(windows):,} sequences of {windows.seq_len} bytes, {len(held_out):,} more held out"
+
+
+def _parameters(run: Any) -> int:
+    state = run.abstract_state
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((state.params, state.frozen)))
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.2f} MiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

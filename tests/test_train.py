@@ -1,0 +1,273 @@
+"""The command line: exit status, what it writes, and when it reads metrics."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from jzero import config, optim, train
+from jzero.config import ConfigError, load
+
+ROOT = Path(__file__).parent.parent
+TINY = ["--model.width", "16", "--model.layers", "2", "--model.heads", "2", "--model.kv_heads", "2"]
+TINY += ["--model.mlp_width", "32", "--data.seq_len", "16", "--data.eval_batches", "2"]
+CUDA_NOISE = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.txt"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
+    return path
+
+
+def batch_for_these_devices():
+    return str(2 * jax.device_count())
+
+
+def rows(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+# Bad input.
+
+
+def refused(capsys, tmp_path, *argv):
+    """The one line that bad input ends with; nothing is written."""
+    before = sorted(tmp_path.rglob("*"))
+    status = train.main([*argv])
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in out + err
+    assert sorted(tmp_path.rglob("*")) == before
+    return err
+
+
+def test_wrong_settings_end_with_status_2(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "did you mean --optim.lr?" in refused(capsys, tmp_path, "--optim.lrr", "3")
+    assert "stage = 4" in refused(capsys, tmp_path, "--stage", "4")
+    assert "devices" in refused(capsys, tmp_path, "--mesh", f"dp={jax.device_count() + 1}")
+    assert "batch_size" in refused(capsys, tmp_path, "--batch_size", "1", "--micro_batch", "7")
+
+
+def test_wrong_data_end_with_status_2(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    batch = ["--batch_size", batch_for_these_devices()]
+    assert "/no/such" in refused(capsys, tmp_path, *batch, "--data.path", "/no/such")
+    (tmp_path / "empty").touch()
+    assert "empty" in refused(capsys, tmp_path, *batch, "--data.path", "empty")
+    (tmp_path / "short").write_bytes(b"x" * 100)
+    assert "100 tokens" in refused(capsys, tmp_path, *batch, "--data.path", "short")
+
+
+def test_a_directory_that_holds_a_run_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "metrics.jsonl").touch()
+    message = refused(capsys, tmp_path, "--batch_size", batch_for_these_devices(), "--run.dir", "old")
+    assert "old: already holds a run (metrics.jsonl)" in message
+
+
+def test_a_directory_that_cannot_be_made_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert "not a directory" in refused(
+        capsys, tmp_path, "--batch_size", batch_for_these_devices(), "--run.dir", "file/run"
+    )
+    with pytest.raises(ConfigError, match=r"run.dir = /proc/self/run: "):  # refuses root as well
+        train.make_run_dir("/proc/self/run")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_is_not_writable_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "locked").mkdir(mode=stat.S_IRUSR | stat.S_IXUSR)
+    message = refused(capsys, tmp_path, "--batch_size", batch_for_these_devices(), "--run.dir", "locked/run")
+    assert "not writable" in message
+
+
+def test_a_pattern_that_matches_no_parameter_is_refused(capsys, tmp_path, corpus, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = [*TINY, "--data.path", str(corpus), "--batch_size", batch_for_these_devices()]
+    assert "no_such_leaf" in refused(capsys, tmp_path, *argv, "--zero.replicate", "*no_such_leaf*")
+
+
+def test_directories_without_a_name_are_new_every_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = [train.make_run_dir(None) for _ in range(3)]
+    assert len({d.resolve() for d in made}) == 3
+    assert all(d.parent.name == "runs" and d.is_dir() for d in made)
+
+
+# Metrics.
+
+
+class Scalar:
+    """A device scalar that notes when it is copied and read."""
+
+    def __init__(self, value, events, step):
+        self.value, self.events, self.step = value, events, step
+
+    def copy_to_host_async(self):
+        self.events.append(("copy", self.step))
+
+    def __array__(self, dtype=None, copy=None):
+        self.events.append(("read", self.step))
+        return np.asarray(self.value, dtype)
+
+
+class FakeRun:
+    """A run that notes the order of events; its step k has the metrics `metrics(k)`."""
+
+    def __init__(self, metrics):
+        self.metrics, self.events = metrics, []
+
+    def put(self, batch):
+        return batch
+
+    def step(self, state, batch):
+        self.events.append(("dispatch", state + 1))
+        scalars = {k: Scalar(v, self.events, state + 1) for k, v in self.metrics(state + 1).items()}
+        return state + 1, scalars
+
+    def evaluate(self, state, batch):
+        self.events.append(("evaluate", state))
+        return {"loss": batch["loss"], "weight": batch["weight"]}
+
+
+def good(step):
+    return {"loss": 5.0 / step, "grad_norm": 1.0, "weight": 64.0, "skipped": 0, "skipped_in_row": 0}
+
+
+def fit(run, tmp_path, *argv, evals=()):
+    settings = load(["--steps", "20", "--log.every", "5", "--log.eval_every", "100", "--data.seq_len", "4", *argv])
+    schedule = optim.make_schedule("linear", 1.0, 0, settings.steps, 0.0)
+    with train.Journal(tmp_path / "metrics.jsonl", settings, schedule) as journal:
+        train.fit(run, 0, [{}] * settings.steps, evals, settings, journal)
+        return journal.summary()
+
+
+def test_metrics_of_a_step_are_read_when_later_steps_are_dispatched(tmp_path):
+    run = FakeRun(good)
+    fit(run, tmp_path)
+    at = {event: i for i, event in reversed(list(enumerate(run.events)))}  # where each event happens first
+    for step in range(1, 21 - train.IN_FLIGHT):
+        assert at["dispatch", step] < at["copy", step] < at["dispatch", step + 1]
+        assert at["dispatch", step + train.IN_FLIGHT] < at["read", step]
+        assert at["read", step] < at.get(("dispatch", step + train.IN_FLIGHT + 1), len(run.events))
+    assert {step for event, step in run.events if event == "read"} == set(range(1, 21))
+
+
+def test_every_line_has_the_fields_of_the_contract(tmp_path):
+    fit(FakeRun(good), tmp_path, "--batch_size", "8")
+    lines = rows(tmp_path)
+    assert [line["step"] for line in lines] == [1, 5, 10, 15, 20]
+    for line in lines:
+        assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s"} <= line.keys()
+        assert line["tokens"] == line["step"] * 8 * 4
+        assert line["tokens_per_s"] == pytest.approx(8 * 4 / line["step_s"])
+        assert line["loss"] == pytest.approx(5.0 / line["step"])
+        assert line["lr"] == pytest.approx(1 - (line["step"] - 1) / 20)
+
+
+def test_the_logged_learning_rate_stands_still_on_skipped_steps(tmp_path):
+    def metrics(step):
+        return good(step) | ({"loss": float("nan"), "skipped_in_row": step - 5} if step in (6, 7, 8) else {})
+
+    summary = fit(FakeRun(metrics), tmp_path, "--log.every", "1")
+    lines = {line["step"]: line for line in rows(tmp_path)}
+    assert [lines[k]["lr"] for k in (6, 7, 8, 9)] == pytest.approx([0.75] * 4)
+    assert lines[10]["lr"] == pytest.approx(0.7)
+    assert lines[7]["loss"] is None  # NaN is not JSON
+    assert "3 steps skipped" in summary
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
+    run = FakeRun(lambda step: good(step) | {"skipped_in_row": max(0, step - 4)})
+    with pytest.raises(train.RunError, match=r"step 7: .* 3 steps in a row \(optim.max_skipped\)"):
+        fit(run, tmp_path, "--optim.max_skipped", "3")
+    assert rows(tmp_path)[-1]["step"] == 7
+    dispatched = max(step for event, step in run.events if event == "dispatch")
+    assert dispatched == 7 + train.IN_FLIGHT
+
+
+def test_evaluation_weights_batches_by_their_tokens(tmp_path):
+    # loss sums 2 over 1 token and 90 over 9 tokens: 92 / 10, not the mean 6.0 of the two means
+    evals = [{"loss": 2.0, "weight": 1.0}, {"loss": 10.0, "weight": 9.0}]
+    run = FakeRun(good)
+    fit(run, tmp_path, "--log.eval_every", "8", evals=evals)
+    evaluations = [line for line in rows(tmp_path) if "eval_loss" in line]
+    assert [line["step"] for line in evaluations] == [8, 16, 20]
+    assert all(line["eval_loss"] == pytest.approx(9.2) and line["eval_tokens"] == 10 for line in evaluations)
+
+
+# A real run.
+
+
+def test_a_run_trains_and_leaves_its_settings_and_metrics(tmp_path, corpus, capsys):
+    run_dir = tmp_path / "run"
+    argv = [*TINY, "--data.path", str(corpus), "--run.dir", str(run_dir), "--steps", "12", "--optim.lr", "1e-2"]
+    argv += ["--batch_size", batch_for_these_devices(), "--micro_batch", "1", "--log.every", "4"]
+    assert train.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "stage 3 on mesh" in out
+    assert "at rest per device" in out
+    lines = rows(run_dir)
+    assert [line["step"] for line in lines if "loss" in line] == [1, 4, 8, 12]
+    evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert evaluations[0] == pytest.approx(np.log(256), abs=0.2)
+    assert evaluations[-1] < evaluations[0] - 0.3
+    settings = load(["--config", str(run_dir / "config.yaml")])
+    assert settings == config.validate(yaml.safe_load((run_dir / "config.yaml").read_text()))
+    assert settings.run.dir == str(run_dir)
+    assert settings.steps == 12
+    # the same directory again is refused, and stays as it is
+    before = (run_dir / "metrics.jsonl").read_text()
+    assert train.main(argv) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert (run_dir / "metrics.jsonl").read_text() == before
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_status_1(tmp_path, corpus, capsys):
+    argv = [*TINY, "--data.path", str(corpus), "--run.dir", str(tmp_path / "run"), "--steps", "20"]
+    argv += ["--batch_size", batch_for_these_devices(), "--optim.max_skipped", "2", "--optim.clip_norm", "none"]
+    argv += ["--optim.lr", "1e38", "--optim.warmup_steps", "0", "--optim.schedule", "constant"]
+    assert train.main(argv) == 1
+    err = capsys.readouterr().err
+    assert "not finite in 2 steps in a row" in err
+    assert "Traceback" not in err
+    assert rows(tmp_path / "run")[-1]["skipped_in_row"] == 2
+
+
+def command_line(tmp_path, flags, *argv):
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | CUDA_NOISE | {"PYTHONPATH": str(ROOT)}
+    if flags:
+        env["XLA_FLAGS"] = flags
+    words = [sys.executable, "-m", "jzero.train", *argv]
+    return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_the_command_line_starts_eight_fake_devices_and_says_so(tmp_path, corpus):
+    argv = [*TINY, "--data.path", str(corpus), "--steps", "2", "--batch_size", "8", "--mesh", "dp=4,tp=2"]
+    done = command_line(tmp_path, None, *argv)
+    assert done.returncode == 0, done.stderr
+    assert "8 fake CPU devices" in done.stdout
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert load(["--config", str(run_dir / "config.yaml")]).mesh == "node=1,dp=4,tp=2"
+
+
+def test_a_device_count_in_xla_flags_is_respected(tmp_path):
+    done = command_line(tmp_path, "--xla_force_host_platform_device_count=3", "--mesh", "dp=8")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "3 devices" in done.stderr
+    assert list(tmp_path.iterdir()) == []
