@@ -210,6 +210,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
+        rngs = _own_streams(config, rngs)
         self.embedding = nnx.Embed(
             config.vocab,
             config.width,
@@ -254,9 +255,14 @@ class Decoder(nnx.Module):
         return x_BxLxD
 
 
-def _make_layers(config: DecoderConfig, rngs: nnx.Rngs) -> Any:
+def _own_streams(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Rngs:
+    # Rngs(0) has one stream for all names: with dropout drawing from it, initial values would depend on the rate.
     streams = ["params", "dropout"] if config.dropout else ["params"]
-    keys = {stream: jax.random.split(rngs[stream](), config.layers) for stream in streams}
+    return nnx.Rngs(**{stream: rngs[stream]() for stream in streams})
+
+
+def _make_layers(config: DecoderConfig, rngs: nnx.Rngs) -> Any:
+    keys = {stream: jax.random.split(rngs[stream](), config.layers) for stream in rngs}
 
     def make(keys: dict[str, jax.Array]) -> Block:
         return Block(config, rngs=nnx.Rngs(**keys))
