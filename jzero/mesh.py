@@ -7,6 +7,7 @@ splits the tensors of one layer and belongs inside a node.  An axis that is left
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -59,16 +60,14 @@ def sizes_on(sizes: Mapping[str, int], device_count: int) -> dict[str, int]:
     return full
 
 
-def make_mesh(
-    axes: str | Mapping[str, int] | None = None, devices: Sequence[jax.Device] | np.ndarray | None = None
-) -> Mesh:
+def make_mesh(axes: str | Mapping[str, int] | None = None, devices: Sequence[Any] | np.ndarray | None = None) -> Mesh:
     """A (node, dp, tp) mesh over `devices` (default: all), every axis Auto.
 
     `make_mesh` of JAX makes Explicit axes by default and Flax wants Auto ones, so the types are always named.
 
     Args:
         axes: ``"dp=4,tp=2"``, ``{"dp": 4, "tp": 2}`` or None (dp takes every device).
-        devices: in the order in which they fill the mesh, `tp` fastest.
+        devices: `jax.Device`s in the order in which they fill the mesh, `tp` fastest.
     """
     devices = np.asarray(jax.devices() if devices is None else devices).ravel()
     sizes = sizes_on(parse(axes) if isinstance(axes, str) else axes or {}, devices.size)

@@ -5,6 +5,7 @@ every stage without knowing of shards.  It calls an `Optimizer`, the smallest in
 another precision than the one in which they are updated.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ class Optimizer(NamedTuple):
     """How parameters change.
 
     Attributes:
-        init: values in the precision they are updated in -> optimizer state.
+        init: values as the model makes them -> optimizer state.
         update: (gradients, state, parameters at rest, loss) -> (parameters at rest, state).
     """
 
@@ -47,15 +48,20 @@ def optimizer(tx: optax.GradientTransformation, dtypes: Any) -> Optimizer:
 
     Args:
         tx: any optax transformation; those that ask for it get `value` (the loss) and `grad`.
-        dtypes: tree of the dtypes at rest.  m, v and master are float32 whatever they are.
+        dtypes: tree of the dtypes at rest.  m, v and master are float32 whatever they are, and whatever the dtype in
+            which the model makes its parameters.
     """
     tx = optax.with_extra_args_support(tx)
     narrow = jax.tree.map(lambda dtype: jnp.finfo(dtype).bits < 32, dtypes)
+
+    def updated_in(values: Any) -> Any:
+        return jax.tree.map(lambda dtype, x: x.astype(jnp.promote_types(dtype, jnp.float32)), dtypes, values)
+
     if not any(jax.tree.leaves(narrow)):
-        return Optimizer(tx.init, lambda *args: _apply(tx, *args))
+        return Optimizer(lambda values: tx.init(updated_in(values)), lambda *args: _apply(tx, *args))
 
     def init(values: Any) -> WithMaster:
-        values = jax.tree.map(lambda n, x: x.astype(jnp.float32) if n else x, narrow, values)
+        values = updated_in(values)
         return WithMaster(jax.tree.map(lambda n, x: x if n else optax.MaskedNode(), narrow, values), tx.init(values))
 
     def update(grads: Any, state: WithMaster, params: Any, loss: jax.Array) -> tuple[Any, WithMaster]:
@@ -67,31 +73,45 @@ def optimizer(tx: optax.GradientTransformation, dtypes: Any) -> Optimizer:
     return Optimizer(init, update)
 
 
-def _apply(tx: optax.GradientTransformationExtraArgs, grads: Any, state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any]:
-    updates, state = tx.update(grads, state, params, value=loss, grad=grads)
+def _apply(
+    tx: optax.GradientTransformationExtraArgs, grads: Any, state: Any, params: Any, loss: jax.Array
+) -> tuple[Any, Any]:
+    asked = inspect.signature(tx.update).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in asked.values())
+    extra = {name: x for name, x in {"value": loss, "grad": grads}.items() if takes_all or name in asked}
+    updates, state = tx.update(grads, state, params, **extra)
     return optax.apply_updates(params, updates), state
 
 
 def make_schedule(kind: str, lr: float, warmup_steps: int, steps: int, min_lr_ratio: float = 0.1) -> optax.Schedule:
-    """Learning rate over optimizer steps: linear warm-up from 0 to `lr`, then `kind` down to `lr * min_lr_ratio`.
+    """Linear warm-up to the peak `lr`, then decay to `lr * min_lr_ratio`; step k, from 0, uses `schedule(k)`.
 
-    Step k uses `schedule(k)`, k from 0; past `steps` the last value holds.
+    Warm-up: `lr * (k + 1) / warmup_steps`, so the first step already moves and the last of the warm-up is at the peak.
+    Decay: from the peak at step `warmup_steps` to the minimum at step `steps`, one after the last; there it stays.
+    A warm-up that takes all steps ends at the peak and stays there.
+
+    Args:
+        kind: of decay: "constant" (none), "linear", or "cosine" (Loshchilov and Hutter 2017, equation 5, one period).
+        steps: optimizer steps of the whole run, warm-up included.
 
     Raises:
-        ValueError: an unknown kind.
+        ValueError: an unknown kind, or a warm-up that is negative or longer than the run.
     """
-    rest = max(steps - warmup_steps, 1)
+    if not 0 <= warmup_steps <= steps:
+        raise ValueError(f"warmup_steps={warmup_steps} must be between 0 and steps={steps}")
+    decay_steps = steps - warmup_steps
     kinds = {
         "constant": lambda: optax.constant_schedule(lr),
-        "linear": lambda: optax.linear_schedule(lr, lr * min_lr_ratio, rest),
-        "cosine": lambda: optax.cosine_decay_schedule(lr, rest, alpha=min_lr_ratio),
+        "linear": lambda: optax.linear_schedule(lr, lr * min_lr_ratio, decay_steps),
+        "cosine": lambda: optax.cosine_decay_schedule(lr, decay_steps, alpha=min_lr_ratio),
     }
     if kind not in kinds:
         raise ValueError(f"schedule {kind!r} is not one of {', '.join(SCHEDULES)}")
+    decay = kinds[kind if decay_steps else "constant"]()
     if warmup_steps == 0:
-        return kinds[kind]()
+        return decay
     warmup = optax.linear_schedule(lr / warmup_steps, lr, max(warmup_steps - 1, 1))
-    return optax.join_schedules([warmup, kinds[kind]()], [warmup_steps])
+    return optax.join_schedules([warmup, decay], [warmup_steps])
 
 
 def make_optimizer(
@@ -102,7 +122,7 @@ def make_optimizer(
     b1: float = 0.9,
     b2: float = 0.95,
     eps: float = 1e-8,
-    layer_dims: Callable[[Path], int] = lambda path: 0,
+    layer_dims: Callable[[Path], int] = lambda _: 0,
 ) -> optax.GradientTransformation:
     """The named optax chain; weight decay on matrices alone.
 

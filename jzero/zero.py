@@ -277,9 +277,9 @@ def _named_axes(entry: Any, where: str, mesh: Mesh) -> list[str]:
 def opt_state_specs(abstract_opt_state: Any, params: Mapping[Path, tuple[tuple[int, ...], P]]) -> Any:
     """The spec of every leaf of an optimizer state, for any optax transformation.
 
-    A leaf belongs to the parameter whose path its own path ends in (the longest wins).  Of the same shape: that
-    parameter's spec.  Reduced by dims (Adafactor's rows and columns): the spec without them.  With dims in front
-    (L-BFGS's memory): the spec behind them.  Else replicated, as are counters.
+    A leaf belongs to the parameter whose path stands in its own, as in `.mu['norm']['scale'][0]`: the longest, then the
+    last one.  Of the same shape: that parameter's spec.  Reduced by dims (Adafactor's rows and columns): the spec
+    without them.  With dims in front (L-BFGS's memory): the spec behind them.  Else replicated, as are counters.
 
     Args:
         abstract_opt_state: tree of ShapeDtypeStruct.
@@ -291,10 +291,9 @@ def opt_state_specs(abstract_opt_state: Any, params: Mapping[Path, tuple[tuple[i
 
     def spec_of(key_path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> P:
         keys = tuple(_key(k) for k in key_path)
-        for start in range(len(keys)):
-            if keys[start:] in params:
-                return _matching_spec(leaf.shape, *params[keys[start:]])
-        return P()
+        inside = [keys[start:end] for end in range(len(keys), 0, -1) for start in range(end)]
+        path = max((part for part in inside if part in params), key=len, default=None)
+        return P() if path is None else _matching_spec(leaf.shape, *params[path])
 
     return jax.tree_util.tree_map_with_path(spec_of, abstract_opt_state)
 
