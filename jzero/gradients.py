@@ -26,7 +26,8 @@ from jzero.use import AtRest, Move, Template
 from jzero.zero import Layout, Path, path_name
 
 Values = Mapping[Path, Any]
-LossFn = Callable[[nnx.Module, Any], tuple[Any, ...]]
+LossFn = Callable[[Any, Any], tuple[Any, ...]]
+_REPLACED = 2**31 - 1  # folded into a key that a model replaced; no data-parallel device has this index
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Gradients:
         slots: shape and dtype of each trained parameter's gradient on one device (tp dims whole).
         tp_specs: of all parameters and of the model's state.
         hoisted: parameters that are brought into use once, before the loss, since it reads them more than once.
+        changed: what of the model's state the loss changes.
         micro_batches: how many forward-backward passes the rows are split into.
         keep: gathered parameters live to the end of the backward pass.
         sum_names: of the dict of sums.
@@ -51,6 +53,7 @@ class Gradients:
     slots: Mapping[Path, jax.ShapeDtypeStruct]
     tp_specs: Mapping[Path, P]
     hoisted: frozenset[Path]
+    changed: frozenset[Path]
     micro_batches: int
     keep: bool
     sum_names: tuple[str, ...] = field(default=("loss", "weight"))
@@ -66,14 +69,16 @@ class Gradients:
             def loss(slots: Values) -> tuple[jax.Array, tuple[Values, Values]]:
                 model = self._model(slots, *tied, state)
                 sums = sums_of(self.loss_fn(model, batch))
-                return sums["loss"], (sums, self.template.state_of(model))
+                after = self.template.state_of(model)
+                return sums["loss"], (sums, {path: new.astype(state[path].dtype) for path, new in after.items()})
 
             grads, (sums, after) = jax.grad(loss, has_aux=True)(self._zero_slots())
             return after, (grads, sums)
 
-        after, (grads, sums) = self._accumulate(micro, _device_keys(state), batch)
+        before = _device_keys(state)
+        after, (grads, sums) = self._accumulate(micro, before, batch)
         grads = {path: self.layouts[path].finish(grad) for path, grad in grads.items()}
-        return grads, self._total(sums), self._agree(state, after)
+        return grads, self._total(sums), self._agree(state, before, after)
 
     def evaluate(self, params: Values, frozen: Values, state: Values, batch: Any, micro_batches: int) -> dict[str, jax.Array]:
         """Sums over all devices with the model in evaluation mode; nothing changes."""
@@ -117,17 +122,24 @@ class Gradients:
         total = collectives.AllReduce(DATA_AXES, P(None), "float32")(jnp.stack([sums[name] for name in names]))
         return dict(zip(names, total, strict=True))
 
-    def _agree(self, before: Values, after: Values) -> Values:
-        """The model's state, the same on all devices: floats are averaged, random keys are what they were."""
+    def _agree(self, state: Values, before: Values, after: Values) -> Values:
+        """The model's state, the same on all devices.
+
+        Floats are averaged.  A random key stays what it was, or moves on where the model replaced it.  Other integers
+        are the first device's; random counters are equal everywhere.
+        """
 
         def agreed(path: Path, old: jax.Array, new: jax.Array) -> jax.Array:
             if _is_key(old):
-                return old
-            if jnp.issubdtype(new.dtype, jnp.floating) and new.size:
+                return _next_key(old, before[path], new)
+            if not new.size or isinstance(self.template.state[path], nnx.RngCount):
+                return new
+            if jnp.issubdtype(new.dtype, jnp.inexact):
                 return collectives.mean_over(new, DATA_AXES, self.tp_specs[path])
-            return new
+            first = jnp.where(lax.axis_index(DATA_AXES) == 0, new, jnp.zeros_like(new)).astype(jnp.int32)
+            return collectives.AllReduce(DATA_AXES, self.tp_specs[path], "int32")(first).astype(new.dtype)
 
-        return {path: agreed(path, before[path], new) for path, new in after.items()}
+        return {path: agreed(path, old, after[path]) if path in self.changed else old for path, old in state.items()}
 
 
 def split_rows(batch: Any, parts: int) -> Any:
@@ -154,19 +166,39 @@ def sums_of(result: Any) -> dict[str, jax.Array]:
     return {name: jnp.asarray(value, jnp.float32) for name, value in sums.items()}
 
 
-def probe(template: Template, loss_fn: LossFn, mesh: Mesh, params: Values, state: Values, batch: Any) -> tuple[dict[Path, Uses], tuple[str, ...]]:
-    """Traces the loss once on abstract values: what it does with each parameter, and the names of its sums.
+@dataclass(frozen=True)
+class Probe:
+    """What a loss does, as found by tracing it.
+
+    Attributes:
+        uses: of each parameter.
+        changed: what of the model's state it changes.
+        sum_names: of the sums it returns.
+    """
+
+    uses: Mapping[Path, Uses]
+    changed: frozenset[Path]
+    sum_names: tuple[str, ...]
+
+
+def probe(template: Template, loss_fn: LossFn, mesh: Mesh, params: Values, state: Values, batch: Any) -> Probe:
+    """Traces the loss once on abstract values.
 
     Args:
         params, state, batch: trees of ShapeDtypeStruct; `batch` is one device's rows of one microbatch.
 
     Raises:
-        UnsupportedModel: a sharding constraint over data-parallel axes inside the model.
+        UnsupportedModel: a sharding constraint over data-parallel axes inside the model, or state that changes shape.
     """
-    marks = Marks()
+    marks, changed = Marks(), set()
 
     def traced(params: Values, state: Values, batch: Any) -> dict[str, jax.Array]:
-        return sums_of(loss_fn(template.merge(params, state, dict.fromkeys(params, marks.mark)), batch))
+        values = {path: marks.mark(x) if path in template.early else x for path, x in params.items()}
+        model = template.merge(values, state, dict.fromkeys(params.keys() - template.early, marks.mark))
+        sums = sums_of(loss_fn(model, batch))
+        after = template.state_of(model)
+        changed.update(path for path, old in state.items() if _changes(path, old, after[path]))
+        return sums
 
     region = jax.shard_map(traced, mesh=mesh, axis_names=set(DATA_AXES), in_specs=P(), out_specs=P(), check_vma=False)
     try:
@@ -175,7 +207,7 @@ def probe(template: Template, loss_fn: LossFn, mesh: Mesh, params: Values, state
         raise _explained(error) from error
     paths = list(jax.tree.unflatten(jax.tree.structure(params), range(len(params))).items())
     uses = marks.find(jaxpr.jaxpr, jaxpr.jaxpr.invars[: len(params)])
-    return {path: uses[i] for path, i in paths}, tuple(sums)
+    return Probe({path: uses[i] for path, i in paths}, frozenset(changed), tuple(sums))
 
 
 def layer_dims(shape: tuple[int, ...], uses: Uses) -> int:
@@ -242,6 +274,27 @@ def _device_keys(state: Values) -> Values:
         return flat.reshape(keys.shape)
 
     return {path: folded(x) if _is_key(x) else x for path, x in state.items()}
+
+
+def _next_key(old: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
+    """The key that all devices share after a batch: another one if the model replaced its own.
+
+    Args:
+        old: shared by all devices.
+        before, after: one device's own.
+    """
+    replaced = jnp.any(jax.random.key_data(before) != jax.random.key_data(after))
+    moved = jax.vmap(lambda key: jax.random.fold_in(key, _REPLACED))(old.reshape(-1)).reshape(old.shape)
+    return jnp.where(replaced, moved, old)
+
+
+def _changes(path: Path, old: jax.Array, new: Any) -> bool:
+    if jnp.shape(new) != old.shape:
+        raise UnsupportedModel(
+            f"{path_name(path)!r}, which the model holds beside its parameters, has the shape {old.shape} before the "
+            f"loss and {jnp.shape(new)} after it: what is carried from step to step must keep its shape"
+        )
+    return new is not old
 
 
 def _is_key(x: jax.Array) -> bool:

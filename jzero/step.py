@@ -24,7 +24,7 @@ from jzero.collectives import Identity
 from jzero.gradients import Gradients, LossFn, hoists, layer_dims, probe
 from jzero.mesh import DATA_AXES, as_mesh, data_size
 from jzero.optim import Optimizer, optimizer
-from jzero.use import Template, template, value_of
+from jzero.use import Template, abstract_template, template, value_of
 from jzero.zero import Layout, Leaf, Path, Whole, Zero
 
 Metrics = dict[str, jax.Array]
@@ -210,20 +210,22 @@ def setup(
     _check_numbers(micro_batches, clip_norm)
     rows = _rows(batch, mesh, micro_batches)
     with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
-        parts = template(nnx.eval_shape(model_fn), trainable)
+        parts = abstract_template(model_fn, trainable)
         variables = {**parts.trained, **parts.frozen}
         abstract = {path: _at_rest(v, precision.params) for path, v in variables.items()}
         state = {path: _abstract(value_of(v)) for path, v in parts.state.items()}
         local = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
-        uses, sum_names = probe(parts, loss_fn, mesh, abstract, state, local)
+        found = probe(parts, loss_fn, mesh, abstract, state, local)
 
     tp_specs = {path: _tp_spec(path, v, mesh) for path, v in {**variables, **parts.state}.items()}
     leaves = [
-        Leaf(path, x.shape, layer_dims(x.shape, uses[path]), tp_specs[path], x.dtype.itemsize)
+        Leaf(path, x.shape, layer_dims(x.shape, found.uses[path]), tp_specs[path], x.dtype.itemsize)
         for path, x in abstract.items()
     ]
     layouts, whole = zero_lib.layouts(leaves, stage, zero, mesh, precision.reduce, precision.grads)
-    hoisted = frozenset(path for path, x in abstract.items() if hoists(path, x.shape, uses[path], layouts[path].moves))
+    hoisted = parts.early | {
+        path for path, x in abstract.items() if hoists(path, x.shape, found.uses[path], layouts[path].moves)
+    }
     gradients = Gradients(
         template=parts,
         loss_fn=loss_fn,
@@ -231,11 +233,12 @@ def setup(
         slots={path: _slot(abstract[path], layouts[path], mesh, precision.grads) for path in parts.trained},
         tp_specs=tp_specs,
         hoisted=hoisted,
+        changed=found.changed,
         micro_batches=micro_batches,
         keep=not zero.regather,
-        sum_names=sum_names,
+        sum_names=found.sum_names,
     )
-    notes = _kept_gathered(layouts, uses)
+    notes = _kept_gathered({path: to for path, to in layouts.items() if path not in hoisted}, found.uses)
     return _build(model_fn, gradients, tx, mesh, batch, trainable, clip_norm, abstract, state, whole, notes)
 
 
@@ -366,6 +369,7 @@ def _init(
 ) -> TrainState:
     with nnx.use_eager_sharding(False):
         born = template(model_fn(), trainable)
+    _check_same(parts, born)
     values = unflatten_dict({path: value_of(v) for path, v in born.trained.items()})
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
@@ -378,6 +382,17 @@ def _init(
         skipped=zero,
         skipped_in_row=zero,
     )
+
+
+def _check_same(wanted: Template, born: Template) -> None:
+    for kind in ("trained", "frozen", "state"):
+        first, second = ({p: jnp.shape(value_of(v)) for p, v in getattr(t, kind).items()} for t in (wanted, born))
+        if first != second:
+            path = next(path for path, _ in first.items() ^ second.items())
+            raise ValueError(
+                f"model_fn() made another model when it was called again: {zero_lib.path_name(path)!r} had the shape "
+                f"{first.get(path)} and then {second.get(path)}; it must make the same model every time"
+            )
 
 
 def _constrain(values: Mapping[Path, Any], layouts: Mapping[Path, Layout], mesh: Mesh) -> dict[Path, Any]:

@@ -19,17 +19,21 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import get_opaque_trace_state
 
 from jzero.collectives import Collective, Identity
 from jzero.mesh import DATA_AXES
-from jzero.zero import Path
+from jzero.reads import UnsupportedModel, user_place
+from jzero.zero import Path, path_name
 
 GATHERED = "jzero.gathered"
 KEPT = "jzero.kept"
-_USE = "jzero_use"  # the metadata key under which a Variable carries its move
+# Metadata keys under which a Variable carries its move and its name.
+_USE = "jzero_use"
+_NAME = "jzero_name"
 
 
 @dataclass(frozen=True)
@@ -148,9 +152,10 @@ def in_use(variable_type: type[nnx.Variable]) -> type[nnx.Variable]:
             return metadata[name] if name in metadata else getattr(self.get_value(), name)
 
         def set_value(self, value: Any, *, index: Any = ...) -> None:
-            raise AttributeError(
-                f"a parameter of type {variable_type.__name__} is assigned to inside the loss: parameters change by "
-                f"the optimizer alone; hold what the forward pass updates in another Variable type (nnx.BatchStat, say)"
+            raise UnsupportedModel(
+                f"parameter {self.get_metadata(_NAME)!r} is assigned to inside the loss, at {user_place()}: parameters "
+                f"change by the optimizer alone; hold what the forward pass updates in another Variable type "
+                f"(nnx.BatchStat, say)"
             )
 
     InUse.__name__ = InUse.__qualname__ = variable_type.__name__
@@ -178,13 +183,16 @@ class Template:
     Attributes:
         graphdef: of the whole model.
         trained, frozen, state: path -> Variable without a value, for parameters that are trained, other parameters,
-            and everything else the model holds (batch statistics, random keys).
+            and everything else the model holds (batch statistics, random keys, plain arrays).
+        early: parameters that something takes all at once, before any layer reads them: those of a Linen module that
+            `nnx.bridge.ToNNX` wraps.  They come into use before the loss.
     """
 
     graphdef: Any
     trained: Mapping[Path, Any]
     frozen: Mapping[Path, Any]
     state: Mapping[Path, Any]
+    early: frozenset[Path] = frozenset()
 
     def merge(self, params: Mapping[Path, Any], state: Mapping[Path, Any], moves: Mapping[Path, Callable[..., Any]]) -> nnx.Module:
         """The model with `params` (trained and frozen alike) and `state` in it.
@@ -193,8 +201,8 @@ class Template:
             moves: for the parameters that are not whole yet, what takes the raw value to the value in use.
         """
         variables = {**self.trained, **self.frozen}
-        leaves = {path: _filled(variables[path], value, moves.get(path)) for path, value in params.items()}
-        leaves |= {path: _filled(self.state[path], value, None) for path, value in state.items()}
+        leaves = {path: _filled(path, variables[path], value, moves.get(path)) for path, value in params.items()}
+        leaves |= {path: _filled(path, self.state[path], value, None) for path, value in state.items()}
         return nnx.merge(self.graphdef, nnx.from_flat_state(leaves.items()))
 
     def state_of(self, model: nnx.Module) -> dict[Path, Any]:
@@ -208,36 +216,93 @@ def value_of(leaf: Any) -> Any:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _filled(variable: Any, value: Any, move: Callable[..., Any] | None) -> Any:
+def _filled(path: Path, variable: Any, value: Any, move: Callable[..., Any] | None) -> Any:
     if not isinstance(variable, nnx.Variable):
         return value
     metadata = variable.get_metadata()
     if move is None:
         return type(variable).from_metadata(value, metadata)
-    return in_use(type(variable)).from_metadata(value, {**metadata, _USE: move})
+    return in_use(type(variable)).from_metadata(value, {**metadata, _USE: move, _NAME: path_name(path)})
+
+
+def abstract_template(model_fn: Callable[[], nnx.Module], trainable: Any) -> Template:
+    """`template` of a model that is not made: its Variables hold ShapeDtypeStructs.
+
+    The model is taken apart where it is made, inside the trace: outside, an abstract array is no array to Flax.
+    """
+    found: list[Template] = []
+
+    def groups() -> tuple[Any, ...]:
+        found.append(template(model_fn(), trainable))
+        return found[0].trained, found[0].frozen, found[0].state
+
+    trained, frozen, state = jax.eval_shape(groups)
+    return Template(found[0].graphdef, trained, frozen, state, found[0].early)
 
 
 def template(model: nnx.Module, trainable: Any) -> Template:
-    """Splits an abstract model into trained parameters, frozen ones and state.
+    """Splits a model into trained parameters, frozen ones and state, with their values.
 
     Args:
-        model: from `nnx.eval_shape`.
         trainable: an NNX filter.  What it selects is trained, except integer leaves, which have no gradient; other
             `nnx.Param`s are frozen.
 
     Raises:
         TypeError: not an NNX module.
         ValueError: nothing is trainable.
+        UnsupportedModel: a parameter that is not one real array.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"model_fn() returned {type(model).__module__}.{type(model).__name__}, which is no flax.nnx.Module; a Linen "
-            f"module becomes one by flax.nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(example_input)"
+            f"model_fn() returned {type(model).__module__}.{type(model).__name__}, which is no flax.nnx.Module; "
+            f"a Linen module becomes one by flax.nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(example_input)"
         )
+    _hold_plain_arrays(model)
     graphdef, selected, frozen, state = nnx.split(model, trainable, nnx.Param, ...)
-    groups = [dict(nnx.to_flat_state(group)) for group in (selected, frozen, state)]
-    integers = {path: v for path, v in groups[0].items() if not jax.numpy.issubdtype(v.get_value().dtype, jax.numpy.inexact)}
-    trained = {path: v for path, v in groups[0].items() if path not in integers}
+    trained, frozen, state = (dict(nnx.to_flat_state(group)) for group in (selected, frozen, state))
+    for path, variable in (trained | frozen).items():
+        if isinstance(variable, nnx.Param):
+            _check_parameter(path, value_of(variable))
+    for path in [path for path, variable in trained.items() if not _has_gradient(variable)]:
+        variable = trained.pop(path)
+        (frozen if isinstance(variable, nnx.Param) else state)[path] = variable
     if not trained:
         raise ValueError(f"trainable={trainable!r} selects no floating-point parameter of the model")
-    return Template(graphdef, trained, groups[1] | integers, groups[2])
+    return Template(graphdef, trained, frozen, state, _of_linen_modules(model) & (trained.keys() | frozen.keys()))
+
+
+def _hold_plain_arrays(model: nnx.Module) -> None:
+    """Tells Flax that arrays among a model's attributes are data.
+
+    Flax finds that out by itself, except of arrays that are made under a trace: those it takes for static.
+    """
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Pytree):
+            for name, value in list(vars(node).items()):
+                if isinstance(value, jax.Array):
+                    setattr(node, name, nnx.data(value))
+
+
+def _has_gradient(variable: Any) -> bool:
+    return isinstance(variable, nnx.Variable) and jnp.issubdtype(jnp.result_type(value_of(variable)), jnp.floating)
+
+
+def _check_parameter(path: Path, value: Any) -> None:
+    if not hasattr(value, "dtype"):
+        raise UnsupportedModel(
+            f"parameter {path_name(path)!r} holds a {type(value).__name__}, not one array: give each array its own "
+            f"nnx.Param"
+        )
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        raise UnsupportedModel(
+            f"parameter {path_name(path)!r} of shape {value.shape} is {value.dtype}, and gradients are accumulated and "
+            f"sent as real numbers: hold its real and imaginary part as two parameters"
+        )
+
+
+def _of_linen_modules(model: nnx.Module) -> frozenset[Path]:
+    """The Variables that a wrapped Linen module will hand over to `apply`, all of them, as plain parameters."""
+    nodes = list(nnx.iter_graph(model))
+    wrapped = [node for _, node in nodes if isinstance(node, nnx.bridge.ToNNX)]
+    owned = {id(v) for node in wrapped for _, v in nnx.iter_graph(node) if isinstance(v, nnx.Variable)}
+    return frozenset(path for path, node in nodes if id(node) in owned)
