@@ -21,12 +21,16 @@ from jax.sharding import PartitionSpec as P
 
 from jzero import collectives
 from jzero.mesh import DATA_AXES
-from jzero.reads import Marks, UnsupportedModel, Uses, place_of
-from jzero.use import AtRest, Move, Template
+from jzero.reads import Marks, UnsupportedModel, Uses, place_of, placed_over
+from jzero.use import ASSIGNED, AtRest, Move, Template
 from jzero.zero import Layout, Path, path_name
 
 Values = Mapping[Path, Any]
 LossFn = Callable[[Any, Any], tuple[Any, ...]]
+_MANUAL = (
+    "a sharding constraint inside the model, at {place}, does not hold in the region that is manual over the data-parallel "
+    f"axes {DATA_AXES}: the batch is already split there; constrain over 'tp' alone"
+)
 _REPLACED = 2**31 - 1  # folded into a key that a model replaced; no data-parallel device has this index
 
 
@@ -68,7 +72,7 @@ class Gradients:
 
             def loss(slots: Values) -> tuple[jax.Array, tuple[Values, Values]]:
                 model = self._model(slots, *tied, state)
-                sums = sums_of(self.loss_fn(model, batch))
+                sums = sums_of(self.loss_fn, model, batch)
                 after = self.template.state_of(model)
                 return sums["loss"], (sums, {path: new.astype(state[path].dtype) for path, new in after.items()})
 
@@ -86,7 +90,7 @@ class Gradients:
         def micro(sums: Any, batch: Any) -> tuple[Any, None]:
             model = self._model(dict.fromkeys(params), params, frozen, state)
             model.eval()
-            return jax.tree.map(jnp.add, sums, sums_of(self.loss_fn(model, batch))), None
+            return jax.tree.map(jnp.add, sums, sums_of(self.loss_fn, model, batch)), None
 
         sums, _ = lax.scan(micro, self._zero_sums(), split_rows(batch, micro_batches))
         return self._total(sums)
@@ -147,13 +151,17 @@ def split_rows(batch: Any, parts: int) -> Any:
     return jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
 
 
-def sums_of(result: Any) -> dict[str, jax.Array]:
-    """What a loss function returned, as float32 scalars by name.
+def sums_of(loss_fn: LossFn, model: Any, batch: Any) -> dict[str, jax.Array]:
+    """What a loss function returns, as float32 scalars by name.
 
     Raises:
-        TypeError: it is not (sum of losses, weight) or (sum of losses, weight, dict of sums), all scalars.
+        TypeError: it is not (sum of losses, weight) or (sum of losses, weight, dict of sums), all real scalars.
     """
-    wanted = "loss_fn must return (sum of losses, weight) or (sum of losses, weight, dict of sums), all of them scalars"
+    result = loss_fn(model, batch)
+    wanted = (
+        f"{_named(loss_fn)} must return (sum of losses, weight) or (sum of losses, weight, dict of sums), "
+        f"all of them real scalars"
+    )
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise TypeError(f"{wanted}; it returned {_describe(result)} (a mean over the batch is exact only on one device)")
     extra = result[2] if len(result) == 3 else {}
@@ -161,6 +169,8 @@ def sums_of(result: Any) -> dict[str, jax.Array]:
         raise TypeError(f"{wanted}; its third value is {_describe(extra)}, with names other than 'loss' and 'weight'")
     sums = {"loss": result[0], "weight": result[1], **extra}
     for name, value in sums.items():
+        if not isinstance(value, int | float) and not hasattr(value, "dtype") or jnp.iscomplexobj(value):
+            raise TypeError(f"{wanted}; {name!r} is {_describe(value)}")
         if jnp.shape(value) != ():
             raise TypeError(f"{wanted}; {name!r} has the shape {jnp.shape(value)}: sum it")
     return {name: jnp.asarray(value, jnp.float32) for name, value in sums.items()}
@@ -188,26 +198,33 @@ def probe(template: Template, loss_fn: LossFn, mesh: Mesh, params: Values, state
         params, state, batch: trees of ShapeDtypeStruct; `batch` is one device's rows of one microbatch.
 
     Raises:
-        UnsupportedModel: a sharding constraint over data-parallel axes inside the model, or state that changes shape.
+        UnsupportedModel: a sharding constraint over data-parallel axes inside the model, state that changes shape, or
+            parameters that are assigned to.
     """
     marks, changed = Marks(), set()
 
-    def traced(params: Values, state: Values, batch: Any) -> dict[str, jax.Array]:
+    def traced(params: Values, state: Values, batch: Any) -> tuple[Values, dict[str, jax.Array]]:
         values = {path: marks.mark(x) if path in template.early else x for path, x in params.items()}
         model = template.merge(values, state, dict.fromkeys(params.keys() - template.early, marks.mark))
-        sums = sums_of(loss_fn(model, batch))
+        sums = sums_of(loss_fn, model, batch)
         after = template.state_of(model)
         changed.update(path for path, old in state.items() if _changes(path, old, after[path]))
-        return sums
+        return params | template.params_of(model), sums
 
     region = jax.shard_map(traced, mesh=mesh, axis_names=set(DATA_AXES), in_specs=P(), out_specs=P(), check_vma=False)
     try:
-        jaxpr, sums = jax.make_jaxpr(region, return_shape=True)(params, state, batch)
+        jaxpr, (_, sums) = jax.make_jaxpr(region, return_shape=True)(params, state, batch)
     except ValueError as error:
         raise _explained(error) from error
-    paths = list(jax.tree.unflatten(jax.tree.structure(params), range(len(params))).items())
-    uses = marks.find(jaxpr.jaxpr, jaxpr.jaxpr.invars[: len(params)])
-    return Probe({path: uses[i] for path, i in paths}, frozenset(changed), tuple(sums))
+    place = placed_over(jaxpr.jaxpr, DATA_AXES)
+    if place:
+        raise UnsupportedModel(_MANUAL.format(place=place))
+    paths = jax.tree.unflatten(jax.tree.structure(params), range(len(params)))
+    uses, results = marks.find(jaxpr.jaxpr, jaxpr.jaxpr.invars[: len(params)])
+    for path, i in paths.items():
+        if results[i] != i:
+            raise UnsupportedModel(f"parameter {path_name(path)!r} is assigned to inside the loss; {ASSIGNED}")
+    return Probe({path: uses[i] for path, i in paths.items()}, frozenset(changed), tuple(sums))
 
 
 def layer_dims(shape: tuple[int, ...], uses: Uses) -> int:
@@ -257,12 +274,10 @@ def _explained(error: ValueError) -> ValueError:
     while tb is not None:
         frames.append(tb.tb_frame.f_code.co_name)
         tb = tb.tb_next
-    if "with_sharding_constraint" not in frames:
+    # JAX may have left its own frames out of the traceback; its message then says it.
+    if not any(word in frames or word in str(error) for word in ("with_sharding_constraint", "reshard")):
         return error
-    return UnsupportedModel(
-        f"a sharding constraint inside the model, at {place_of(error)}, does not hold in the region that is manual over "
-        f"the data-parallel axes {DATA_AXES}: the batch is already split there; constrain over 'tp' alone ({error})"
-    )
+    return UnsupportedModel(f"{_MANUAL.format(place=place_of(error))} ({error})")
 
 
 def _device_keys(state: Values) -> Values:
@@ -304,4 +319,11 @@ def _is_key(x: jax.Array) -> bool:
 def _describe(result: Any) -> str:
     if isinstance(result, tuple):
         return f"a tuple of {len(result)}"
-    return f"{type(result).__name__} of shape {jnp.shape(result)}" if hasattr(result, "shape") else type(result).__name__
+    if isinstance(result, jax.Array):
+        return f"an array of shape {result.shape} and dtype {result.dtype}"
+    return f"a {type(result).__name__}"
+
+
+def _named(loss_fn: LossFn) -> str:
+    code = getattr(loss_fn, "__code__", None)
+    return f"loss_fn, at {code.co_filename}:{code.co_firstlineno} ({code.co_name})," if code else "loss_fn"

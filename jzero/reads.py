@@ -16,6 +16,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import NamedSharding
 
 _MARK = "jzero.read:"
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(m)) for m in (jax.__file__, __file__)) + ("flax", "<frozen")
@@ -71,11 +72,11 @@ class Marks:
         self._marks.append((value.shape, user_place()))
         return checkpoint_name(value, f"{_MARK}{len(self._marks) - 1}")
 
-    def find(self, jaxpr: Jaxpr, leaves: Sequence[Var]) -> list[Uses]:
-        """What `jaxpr` does with each of its inputs `leaves`, in their order."""
-        uses = [Uses() for _ in leaves]
-        self._walk(jaxpr, {var: i for i, var in enumerate(leaves)}, uses, _Where())
-        return uses
+    def find(self, jaxpr: Jaxpr, leaves: Sequence[Var]) -> tuple[list[Uses], list[int | None]]:
+        """What `jaxpr` does with each of its inputs `leaves`, and which of them each of its results is, unchanged."""
+        uses, tracked = [Uses() for _ in leaves], {var: i for i, var in enumerate(leaves)}
+        self._walk(jaxpr, tracked, uses, _Where())
+        return uses, [None if isinstance(v, Literal) else tracked.get(v) for v in jaxpr.outvars]
 
     def _walk(self, jaxpr: Jaxpr, tracked: dict[Var, int], uses: list[Uses], where: "_Where") -> None:
         operands = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
@@ -104,6 +105,21 @@ class Marks:
     def _read(self, eqn: JaxprEqn, uses: Uses, where: "_Where") -> None:
         shape, place = self._marks[int(eqn.params["name"].removeprefix(_MARK))]
         uses.reads.append(Read(shape, where.loops, where.branch, where.remat, place))
+
+
+def placed_over(jaxpr: Jaxpr, axes: Iterable[str]) -> str | None:
+    """Where a program says how a tensor lies over one of the mesh `axes`, or None if it does not."""
+    for eqn in jaxpr.eqns:
+        values = [v for value in eqn.params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
+        if eqn.primitive.name in ("sharding_constraint", "device_put", "reshard"):
+            for sharding in values:
+                if isinstance(sharding, NamedSharding) and set(axes) & set(jax.tree.leaves(tuple(sharding.spec))):
+                    return source_info_util.summarize(eqn.source_info)
+        subs = (getattr(value, "jaxpr", value) for value in values)
+        place = next(filter(None, (placed_over(sub, axes) for sub in subs if isinstance(sub, Jaxpr))), None)
+        if place:
+            return place
+    return None
 
 
 @dataclass(frozen=True)

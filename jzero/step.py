@@ -30,6 +30,13 @@ from jzero.zero import Layout, Leaf, Path, Whole, Zero
 Metrics = dict[str, jax.Array]
 
 
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        return False
+
+
 @dataclass(frozen=True)
 class Precision:
     """In which dtype things are held and sent.
@@ -47,7 +54,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         for name, dtype in vars(self).items():
-            if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            if dtype is not None and not _is_floating(dtype):
                 raise ValueError(f"precision.{name}={dtype!r} is no floating-point dtype; use 'bfloat16' or 'float32'")
 
 
@@ -127,13 +134,17 @@ class Run:
             `weight`, `skipped`, `skipped_in_row`, and the sums that the loss function returned.
 
         Raises:
-            ValueError: a batch dim that the data-parallel devices times the microbatches do not divide.
+            ValueError: a batch dim that the data-parallel devices times the microbatches do not divide, or a state that
+                an earlier step has used up.
         """
+        _check_alive(state)
+        _rows(batch, self.mesh, self.micro_batches)
         with jax.set_mesh(self.mesh):
             return self._step(state, self.put(batch))
 
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
         """The exact loss of a batch in evaluation mode, its `weight`, and the loss function's sums."""
+        _check_alive(state)
         rows = _rows(batch, self.mesh, 1)
         with jax.set_mesh(self.mesh):
             return self._evaluate(state, self.put(batch), self._evaluation_parts(rows))
@@ -370,12 +381,12 @@ def _init(
     with nnx.use_eager_sharding(False):
         born = template(model_fn(), trainable)
     _check_same(parts, born)
-    values = unflatten_dict({path: value_of(v) for path, v in born.trained.items()})
+    values = unflatten_dict({path: jnp.asarray(value_of(v)) for path, v in born.trained.items()})
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
         step=zero,
-        params=unflatten_dict({path: value_of(born.trained[path]).astype(x.dtype) for path, x in params.items()}),
-        frozen=unflatten_dict({path: value_of(born.frozen[path]).astype(x.dtype) for path, x in frozen.items()}),
+        params=unflatten_dict({path: jnp.asarray(value_of(born.trained[path]), x.dtype) for path, x in params.items()}),
+        frozen=unflatten_dict({path: jnp.asarray(value_of(born.frozen[path]), x.dtype) for path, x in frozen.items()}),
         model_state=unflatten_dict({path: value_of(v) for path, v in born.state.items()}),
         # From the values as they were born, so a master is not rounded to the precision at rest.
         opt_state=update.init(values),
@@ -402,18 +413,20 @@ def _constrain(values: Mapping[Path, Any], layouts: Mapping[Path, Layout], mesh:
 
 
 def _publish(values: Mapping[Path, Any], layouts: Mapping[Path, Layout], mesh: Mesh) -> dict[Path, Any]:
-    """Updated parameters from the optimizer state's layout to rest."""
+    """Updated parameters from the optimizer state's layout to rest, in one manual region.
 
-    def published(path: Path, x: jax.Array) -> jax.Array:
-        to = layouts[path]
-        if isinstance(to.publish, Identity):
-            return x
-        return jax.shard_map(
-            to.publish, mesh=mesh, axis_names=set(DATA_AXES), check_vma=False,
-            in_specs=_data_part(to.opt_state), out_specs=_data_part(to.params),
-        )(x)
-
-    return {path: published(path, x) for path, x in values.items()}
+    One region per leaf would do the same, but XLA of jaxlib 0.10 calls equal regions as one function and aborts on it.
+    """
+    move = {path: x for path, x in values.items() if not isinstance(layouts[path].publish, Identity)}
+    if not move:
+        return dict(values)
+    published = jax.shard_map(
+        lambda shards: {path: layouts[path].publish(x) for path, x in shards.items()},
+        mesh=mesh, axis_names=set(DATA_AXES), check_vma=False,
+        in_specs=({path: _data_part(layouts[path].opt_state) for path in move},),
+        out_specs={path: _data_part(layouts[path].params) for path in move},
+    )(move)
+    return {**values, **published}
 
 
 def _data_part(spec: P) -> P:
@@ -474,7 +487,8 @@ def _rows(batch: Any, mesh: Mesh, micro_batches: int) -> int:
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     sizes = {jax.tree_util.keystr(path): (x.shape[0] if getattr(x, "shape", ()) else None) for path, x in leaves}
     if not sizes or None in sizes.values() or len(set(sizes.values())) != 1:
-        raise ValueError(f"every array of a batch needs the same first dim, the batch; got {sizes}")
+        shown = ", ".join(f"{path}: {'none' if n is None else n}" for path, n in list(sizes.items())[:8])
+        raise ValueError(f"every leaf of a batch must be an array with the same first dim, the batch; got {shown}")
     size, devices = next(iter(sizes.values())), data_size(mesh)
     if not size or size % (devices * micro_batches):
         raise ValueError(
@@ -484,9 +498,15 @@ def _rows(batch: Any, mesh: Mesh, micro_batches: int) -> int:
     return size // (devices * micro_batches)
 
 
+def _check_alive(state: TrainState) -> None:
+    # Not left to JAX: version 0.10 crashes on the second use of a donated array.
+    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        raise ValueError("this train state was given to an earlier step, which reused its memory: use what step returned")
+
+
 def _check_numbers(micro_batches: int, clip_norm: float | None) -> None:
-    if micro_batches < 1:
-        raise ValueError(f"micro_batches={micro_batches} must be at least 1")
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches} must be a whole number, at least 1")
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm={clip_norm} must be positive; None does not clip")
 

@@ -34,6 +34,10 @@ KEPT = "jzero.kept"
 # Metadata keys under which a Variable carries its move and its name.
 _USE = "jzero_use"
 _NAME = "jzero_name"
+ASSIGNED = (
+    "parameters change by the optimizer alone: hold what the forward pass updates in another Variable type "
+    "(nnx.BatchStat, say)"
+)
 
 
 @dataclass(frozen=True)
@@ -153,9 +157,7 @@ def in_use(variable_type: type[nnx.Variable]) -> type[nnx.Variable]:
 
         def set_value(self, value: Any, *, index: Any = ...) -> None:
             raise UnsupportedModel(
-                f"parameter {self.get_metadata(_NAME)!r} is assigned to inside the loss, at {user_place()}: parameters "
-                f"change by the optimizer alone; hold what the forward pass updates in another Variable type "
-                f"(nnx.BatchStat, say)"
+                f"parameter {self.get_metadata(_NAME)!r} is assigned to inside the loss, at {user_place()}; {ASSIGNED}"
             )
 
     InUse.__name__ = InUse.__qualname__ = variable_type.__name__
@@ -208,7 +210,17 @@ class Template:
     def state_of(self, model: nnx.Module) -> dict[Path, Any]:
         """What the model holds beside parameters, by path; what a forward pass added (intermediates) is left out."""
         found = dict(nnx.to_flat_state(nnx.state(model)))
+        for path in self.state:
+            if path not in found:
+                raise UnsupportedModel(f"{path_name(path)!r}, which the model holds beside its parameters, is deleted "
+                                       f"inside the loss: what is carried from step to step must stay")
         return {path: value_of(found[path]) for path in self.state}
+
+    def params_of(self, model: nnx.Module) -> dict[Path, Any]:
+        """Parameters as they lie in the model, by path, but for those that came into use early or are gone."""
+        found = dict(nnx.to_flat_state(nnx.state(model)))
+        paths = (self.trained.keys() | self.frozen.keys()) - self.early
+        return {path: value_of(found[path]) for path in paths if path in found}
 
 
 def value_of(leaf: Any) -> Any:
@@ -230,6 +242,8 @@ def abstract_template(model_fn: Callable[[], nnx.Module], trainable: Any) -> Tem
 
     The model is taken apart where it is made, inside the trace: outside, an abstract array is no array to Flax.
     """
+    if isinstance(model_fn, nnx.Module):
+        raise TypeError(f"model_fn is a {type(model_fn).__name__}, not a function that makes one: pass lambda: the call")
     found: list[Template] = []
 
     def groups() -> tuple[Any, ...]:
@@ -267,7 +281,10 @@ def template(model: nnx.Module, trainable: Any) -> Template:
         variable = trained.pop(path)
         (frozen if isinstance(variable, nnx.Param) else state)[path] = variable
     if not trained:
-        raise ValueError(f"trainable={trainable!r} selects no floating-point parameter of the model")
+        raise ValueError(
+            f"trainable={trainable!r} selects no floating-point parameter of the model (a Linen module in "
+            f"nnx.bridge.ToNNX has parameters only after lazy_init)"
+        )
     return Template(graphdef, trained, frozen, state, _of_linen_modules(model) & (trained.keys() | frozen.keys()))
 
 
@@ -288,12 +305,12 @@ def _has_gradient(variable: Any) -> bool:
 
 
 def _check_parameter(path: Path, value: Any) -> None:
-    if not hasattr(value, "dtype"):
+    if not hasattr(value, "dtype") and not isinstance(value, int | float):
         raise UnsupportedModel(
             f"parameter {path_name(path)!r} holds a {type(value).__name__}, not one array: give each array its own "
             f"nnx.Param"
         )
-    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+    if jnp.iscomplexobj(value):
         raise UnsupportedModel(
             f"parameter {path_name(path)!r} of shape {value.shape} is {value.dtype}, and gradients are accumulated and "
             f"sent as real numbers: hold its real and imaginary part as two parameters"
