@@ -23,6 +23,7 @@ from jzero.optim import WithMaster
 
 if jax.device_count() < 8:
     pytest.skip(f"a mesh of dp4 x tp2 needs 8 devices, here are {jax.device_count()}", allow_module_level=True)
+MESH = jzero.make_mesh("dp=4,tp=2", jax.devices()[:8])
 
 STEPS, ROWS = 20, 16
 V, D, F, LAYERS, CLASSES = 40, 16, 24, 3, 7  # nothing divides the classes' bias
@@ -173,7 +174,7 @@ def recorded(tx: optax.GradientTransformation) -> optax.GradientTransformation:
 def on_shards(name: str, stage: int) -> Training:
     case, batch = (CASES | WRAPPED)[name], the_batch()
     run = jzero.setup(
-        classifier, loss_of, recorded(case.make()), "dp=4,tp=2", batch,
+        classifier, loss_of, recorded(case.make()), MESH, batch,
         stage=stage, micro_batches=2, clip_norm=case.clip_norm,
     )  # fmt: skip
     state, grads, seen = run.init(), {}, []
@@ -219,7 +220,7 @@ def test_a_wrapped_optimizer_trains_as_on_one_device(name):
 def run_of(stage: int, tx: optax.GradientTransformation, params: str | None, born: str = "float32") -> jzero.Run:
     precision = jzero.Precision(params=params)
     model_fn = functools.partial(classifier, born)
-    return jzero.setup(model_fn, loss_of, tx, "dp=4,tp=2", the_batch(), stage=stage, precision=precision)
+    return jzero.setup(model_fn, loss_of, tx, MESH, the_batch(), stage=stage, precision=precision)
 
 
 def by_path(tree: Any) -> dict[str, Any]:
