@@ -225,7 +225,7 @@ def setup(
         variables = {**parts.trained, **parts.frozen}
         abstract = {path: _at_rest(v, precision.params) for path, v in variables.items()}
         state = {path: _abstract(value_of(v)) for path, v in parts.state.items()}
-        local = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+        local = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), _device_dtype(x)), batch)
         found = probe(parts, loss_fn, mesh, abstract, state, local)
 
     tp_specs = {path: _tp_spec(path, v, mesh) for path, v in {**variables, **parts.state}.items()}
@@ -303,7 +303,7 @@ def _build(
         micro_batches=gradients.micro_batches,
         _template=parts,
         _gradients=gradients,
-        _abstract_batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch),
+        _abstract_batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _device_dtype(x), sharding=rows), batch),
         _init=jax.jit(init, out_shardings=shardings),
         _step=jax.jit(
             functools.partial(train_step, gradients, update, mesh, clip_norm),
@@ -447,6 +447,11 @@ def _at_rest(variable: Any, dtype: str | None) -> jax.ShapeDtypeStruct:
 
 def _abstract(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+
+def _device_dtype(x: Any) -> Any:
+    """What an array of the host becomes on a device: 64 bits are 32, unless JAX is told otherwise."""
+    return jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
 
 
 def _slot(at_rest: jax.ShapeDtypeStruct, layout: Layout, mesh: Mesh, dtype: str) -> jax.ShapeDtypeStruct:

@@ -4,6 +4,7 @@ The batch is cut into the slices that the devices and microbatches of a run see,
 sums are added up.  For a model without state that is the same as the whole batch at once.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -64,11 +65,19 @@ def train(run: jzero.Run, batches: Sequence[Any]) -> Trace:
 
 
 def one_device(
-    model_fn: Callable[[], nnx.Module], loss_fn: Callable[..., Any], tx: optax.GradientTransformation, batches: Sequence[Any],
-    *, devices: int = 1, micro_batches: int = 1, trainable: Any = nnx.Param,
+    model_fn: Callable[[], nnx.Module],
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    batches: Sequence[Any],
+    *,
+    devices: int = 1,
+    micro_batches: int = 1,
+    trainable: Any = nnx.Param,
 ) -> Trace:
     """The same training without jzero, on `devices * micro_batches` slices one after another."""
-    graphdef, params, frozen, rest = nnx.split(model_fn(), nnx.All(trainable, _is_float), nnx.Param, ...)
+    with nnx.use_eager_sharding(False):
+        model = model_fn()
+    graphdef, params, frozen, rest = nnx.split(model, nnx.All(trainable, _is_float), nnx.Param, ...)
 
     @jax.jit
     def gradient(params: Any, rest: Any, batch: Any) -> Any:
@@ -91,7 +100,7 @@ def one_device(
                 grads = g if grads is None else jax.tree.map(jnp.add, grads, g)
             afters.append(own)
         rest = _averaged(rest, afters)
-        grads = jax.tree.map(lambda g: g / weight, grads)
+        grads = jax.tree.map(functools.partial(jnp.multiply, 1 / weight), grads)
         first = grads if first is None else first
         losses.append(total / weight)
         norms.append(float(optax.tree.norm(grads)))

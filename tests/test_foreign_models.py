@@ -5,6 +5,7 @@ beside parameters are compared to `one_device`, in float32.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,7 @@ class ScannedTwice(nnx.Module):
 
     def __call__(self, x):
         layers = nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        groups = nnx.scan(lambda group, x: layers(group, x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        groups = nnx.scan(layers, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
         return groups(self.groups, x)
 
 
@@ -172,7 +173,7 @@ class Branches(nnx.Module):
         self.a, self.b = nnx.Linear(D, D, rngs=rngs), nnx.Linear(D, D, rngs=rngs)
 
     def __call__(self, x):
-        x = jax.lax.cond(jnp.sum(x) > 0, lambda x: self.a(x), lambda x: self.b(x), x)
+        x = jax.lax.cond(jnp.sum(x) > 0, self.a, self.b, x)
         x = nnx.cond(jnp.sum(x) > 0, lambda m, x: m.a(x), lambda m, x: m.b(x), self, x)
         return jax.lax.fori_loop(0, 2, lambda _, x: jnp.tanh(self.a(x)), x)
 
@@ -184,9 +185,9 @@ class Transforms(nnx.Module):
         self.a, self.b = nnx.Linear(D, D, rngs=rngs), nnx.Linear(D, D, rngs=rngs)
 
     def __call__(self, x):
-        x = nnx.jit(lambda m, x: m(x))(self.a, x) + jax.jit(lambda x: self.b(x))(x)
+        x = nnx.jit(lambda m, x: m(x))(self.a, x) + jax.jit(self.b)(x)
         x = nnx.remat(lambda m, x: jnp.tanh(m(x)))(self.b, x) + jax.checkpoint(lambda x: jnp.tanh(self.a(x)))(x)
-        x = x + jax.grad(lambda x: jnp.sum(jnp.tanh(self.a(x))))(x) + jax.vmap(lambda row: self.b(row))(x)
+        x = x + jax.grad(lambda x: jnp.sum(jnp.tanh(self.a(x))))(x) + jax.vmap(self.b)(x)
         graphdef, state = nnx.split(self.b)
         x = x + nnx.clone(self.a)(x) + nnx.merge(graphdef, state)(x)
         inner = nnx.grad(lambda m: jnp.mean(m(x) ** 2))(self.a)
@@ -212,7 +213,7 @@ class OddSizes(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(503, 7, rngs=rngs)
         sizes = (7, 11, 17, 5)
-        self.layers = nnx.List([nnx.Linear(n, m, rngs=rngs) for n, m in zip(sizes, sizes[1:], strict=False)])
+        self.layers = nnx.List([nnx.Linear(n, m, rngs=rngs) for n, m in itertools.pairwise(sizes)])
 
     def __call__(self, x):
         x = self.embed((jnp.abs(x[:, 0]) * 100).astype(int) % 503)
@@ -349,11 +350,16 @@ def test_every_model_trains_in_every_cell_as_on_one_device(name, stage, mesh_nam
 def test_a_tied_leaf_is_one_leaf():
     run = jzero.setup(made(Tied), squares, TX, single.mesh(), batches()[0], stage=3)
     paths = set(flatten_dict(run.specs.params))
-    assert ("a", "kernel") in paths and ("b", "kernel") not in paths
-    assert ("embed", "embedding") in paths and ("head", "kernel") not in paths
-    assert ("again", "kernel") in paths and ("first", "kernel") not in paths
+    assert ("a", "kernel") in paths
+    assert ("b", "kernel") not in paths
+    assert ("embed", "embedding") in paths
+    assert ("head", "kernel") not in paths
+    assert ("again", "kernel") in paths
+    assert ("first", "kernel") not in paths
     model = run.model(run.init())
-    assert model.b.kernel is model.a.kernel and model.head.kernel is model.embed.embedding and model.again is model.first
+    assert model.b.kernel is model.a.kernel
+    assert model.head.kernel is model.embed.embedding
+    assert model.again is model.first
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -383,7 +389,9 @@ def test_frozen_leaves_stay_bit_equal_without_gradient_or_optimizer_state(stage)
     state = run.init()
     before, lora = single.arrays(state.frozen), single.arrays(state.params)
     trained = {("linear", "lora", "lora_a"), ("linear", "lora", "lora_b"), ("lora", "lora_a"), ("lora", "lora_b")}
-    assert set(lora) == trained and ("order",) in before and before["order",].dtype == np.int32
+    assert set(lora) == trained
+    assert ("order",) in before
+    assert before["order",].dtype == np.int32
     for tree in (run.specs.grads, state.opt_state.grads, state.opt_state.inner[0].mu):
         assert set(flatten_dict(tree)) == trained
     for batch in batches():
@@ -419,7 +427,9 @@ def test_a_regulariser_over_stacked_layers_works_where_nothing_has_to_be_gathere
 
 def test_a_layer_loop_without_remat_is_noted_and_a_loop_over_time_is_not():
     noted = jzero.setup(made(Scanned), squares, TX, single.mesh(), batches()[0], stage=3).notes
-    assert len(noted) == 1 and "test_foreign_models.py" in noted[0] and "remat" in noted[0]
+    assert len(noted) == 1
+    assert "test_foreign_models.py" in noted[0]
+    assert "remat" in noted[0]
     for model_fn in (made(Scanned, remat=True), made(Recurrent)):
         assert jzero.setup(model_fn, squares, TX, single.mesh(), batches()[0], stage=3).notes == ()
 
