@@ -1,15 +1,13 @@
 """Any Flax NNX model becomes a ZeRO run, unchanged: a small convolutional classifier at stage 3 on 8 fake devices."""
 
 import jax
-
-jax.config.update("jax_num_cpu_devices", 8)  # has no effect on real accelerators
-
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
 import jzero
+
+jax.config.update("jax_num_cpu_devices", 8)  # has no effect on real accelerators
 
 
 class Classifier(nnx.Module):
@@ -30,8 +28,8 @@ def loss_fn(model, batch):  # (sum of losses, weight) and sums to log; the mean 
 
 labels = np.arange(256) % 10  # the label is written into the picture, as its brightness
 images = np.random.default_rng(0).normal(labels[:, None, None, None] / 3, 1, (256, 8, 8, 1)).astype(np.float32)
-batch = {"image": jnp.asarray(images), "label": jnp.asarray(labels)}
-run = jzero.setup(lambda: Classifier(nnx.Rngs(0)), loss_fn, optax.adam(3e-3), "dp=8", batch, stage=3)
+batch = {"image": images, "label": labels}
+run = jzero.setup(lambda: Classifier(nnx.Rngs(0)), loss_fn, optax.adam(2e-2), "dp=8", batch, stage=3)
 state = run.init()
 for step in range(61):
     state, metrics = run.step(state, batch)

@@ -97,7 +97,7 @@ def train(config: Config) -> None:
     with Journal(run_dir / "metrics.jsonl", config, schedule) as journal:
         journal.evaluated(0, evaluate(run, state, evals))
         fit(run, state, batches, evals, config, journal)
-        print(journal.summary())
+    print(journal.summary())
 
 
 def fit(
@@ -130,7 +130,8 @@ def evaluate(run: Any, state: Any, evals: Sequence[data.Batch]) -> tuple[float, 
 def make_run(config: Config, mesh: jax.sharding.Mesh, schedule: optax.Schedule) -> Any:
     """The ZeRO run that a resolved config describes; no array is made."""
     precision, dtype = config.precision, config.precision.params
-    sizes = DecoderConfig(**config.model.model_dump(), dtype=dtype, param_dtype=dtype)
+    # Made in float32 whatever the precision, so that the masters are not rounded; `setup` brings them to rest.
+    sizes = DecoderConfig(**config.model.model_dump(), dtype=dtype)
     tx = optim.make_optimizer(
         config.optim.name,
         schedule,
