@@ -9,7 +9,7 @@ microbatches and devices and divided once by the total weight, so uneven weights
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -28,8 +28,8 @@ from jzero.zero import Layout, Path, path_name
 Values = Mapping[Path, Any]
 LossFn = Callable[[Any, Any], tuple[Any, ...]]
 _MANUAL = (
-    "a sharding constraint inside the model, at {place}, does not hold in the region that is manual over the data-parallel "
-    f"axes {DATA_AXES}: the batch is already split there; constrain over 'tp' alone"
+    "a sharding constraint inside the model, at {place}, does not hold in the region that is manual over the "
+    f"data-parallel axes {DATA_AXES}: the batch is already split there; constrain over 'tp' alone"
 )
 _REPLACED = 2**31 - 1  # folded into a key that a model replaced; no data-parallel device has this index
 
@@ -42,6 +42,7 @@ class Gradients:
         template: the model.
         loss_fn: -> (sum of losses, weight) or (sum of losses, weight, dict of sums).
         layouts: of all parameters, frozen ones too.
+        layers: how many leading dims of each parameter number layers.
         slots: shape and dtype of each trained parameter's gradient on one device (tp dims whole).
         tp_specs: of all parameters and of the model's state.
         hoisted: parameters that are brought into use once, before the loss, since it reads them more than once.
@@ -54,6 +55,7 @@ class Gradients:
     template: Template
     loss_fn: LossFn
     layouts: Mapping[Path, Layout]
+    layers: Mapping[Path, int]
     slots: Mapping[Path, jax.ShapeDtypeStruct]
     tp_specs: Mapping[Path, P]
     hoisted: frozenset[Path]
@@ -94,6 +96,22 @@ class Gradients:
 
         sums, _ = lax.scan(micro, self._zero_sums(), split_rows(batch, micro_batches))
         return self._total(sums)
+
+    def for_evaluation(self, mesh: Mesh, params: Values, state: Values, batch: Any) -> "Gradients":
+        """The same, ready for what the loss does in evaluation mode, which may read parameters elsewhere.
+
+        Args:
+            params, state, batch: anything with shapes and dtypes; `batch` is one device's rows of one microbatch.
+        """
+        found = probe(self.template, self.loss_fn, mesh, params, state, batch, train=False)
+        return replace(self, hoisted=self.hoisted | self.hoisted_by(found.uses, params), sum_names=found.sum_names)
+
+    def hoisted_by(self, uses: Mapping[Path, Uses], params: Values) -> frozenset[Path]:
+        """The parameters that have to come into use before a loss that uses them so."""
+        return self.template.early | {
+            path for path, x in params.items()
+            if hoists(path, x.shape, uses[path], self.layers[path], moves=self.layouts[path].moves)
+        }
 
     def _model(self, slots: Values, params: Values, frozen: Values, state: Values) -> nnx.Module:
         at_rest = {path: AtRest(slots.get(path), value) for path, value in {**params, **frozen}.items()}
@@ -163,13 +181,13 @@ def sums_of(loss_fn: LossFn, model: Any, batch: Any) -> dict[str, jax.Array]:
         f"all of them real scalars"
     )
     if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise TypeError(f"{wanted}; it returned {_describe(result)} (a mean over the batch is exact only on one device)")
+        raise TypeError(f"{wanted}; it returned {_describe(result)} (a mean over a batch is exact on one device only)")
     extra = result[2] if len(result) == 3 else {}
     if not isinstance(extra, Mapping) or {"loss", "weight"} & set(extra):
         raise TypeError(f"{wanted}; its third value is {_describe(extra)}, with names other than 'loss' and 'weight'")
     sums = {"loss": result[0], "weight": result[1], **extra}
     for name, value in sums.items():
-        if not isinstance(value, int | float) and not hasattr(value, "dtype") or jnp.iscomplexobj(value):
+        if not (isinstance(value, int | float) or hasattr(value, "dtype")) or jnp.iscomplexobj(value):
             raise TypeError(f"{wanted}; {name!r} is {_describe(value)}")
         if jnp.shape(value) != ():
             raise TypeError(f"{wanted}; {name!r} has the shape {jnp.shape(value)}: sum it")
@@ -191,11 +209,14 @@ class Probe:
     sum_names: tuple[str, ...]
 
 
-def probe(template: Template, loss_fn: LossFn, mesh: Mesh, params: Values, state: Values, batch: Any) -> Probe:
+def probe(
+    template: Template, loss_fn: LossFn, mesh: Mesh, params: Values, state: Values, batch: Any, *, train: bool = True
+) -> Probe:
     """Traces the loss once on abstract values.
 
     Args:
-        params, state, batch: trees of ShapeDtypeStruct; `batch` is one device's rows of one microbatch.
+        params, state, batch: anything with shapes and dtypes; `batch` is one device's rows of one microbatch.
+        train: False traces it in evaluation mode.
 
     Raises:
         UnsupportedModel: a sharding constraint over data-parallel axes inside the model, state that changes shape, or
@@ -206,6 +227,8 @@ def probe(template: Template, loss_fn: LossFn, mesh: Mesh, params: Values, state
     def traced(params: Values, state: Values, batch: Any) -> tuple[Values, dict[str, jax.Array]]:
         values = {path: marks.mark(x) if path in template.early else x for path, x in params.items()}
         model = template.merge(values, state, dict.fromkeys(params.keys() - template.early, marks.mark))
+        if not train:
+            model.eval()
         sums = sums_of(loss_fn, model, batch)
         after = template.state_of(model)
         changed.update(path for path, old in state.items() if _changes(path, old, after[path]))
@@ -232,7 +255,7 @@ def layer_dims(shape: tuple[int, ...], uses: Uses) -> int:
     return max((len(shape) - len(read.shape) for read in uses.reads), default=0)
 
 
-def hoists(path: Path, shape: tuple[int, ...], uses: Uses, moves: bool) -> bool:
+def hoists(path: Path, shape: tuple[int, ...], uses: Uses, layers: int, *, moves: bool) -> bool:
     """Whether a parameter comes into use once, before the loss, rather than where it is read.
 
     It does when it is read twice, in a loop that does not slice it, or in a branch (where devices would wait for those
@@ -240,14 +263,15 @@ def hoists(path: Path, shape: tuple[int, ...], uses: Uses, moves: bool) -> bool:
     collective: the whole stack would be gathered.
 
     Args:
+        layers: how many leading dims of `shape` number layers.
         moves: bringing the parameter into use, or its gradient to rest, takes a collective.
 
     Raises:
         UnsupportedModel: names the parameter, the place in the user's code and the remedy.
     """
-    layers = layer_dims(shape, uses)
     if layers == 0:
-        return bool(len(uses.reads) > 1 or uses.raw or any(read.loops or read.branch for read in uses.reads))
+        elsewhere = any(read.loops or read.branch or read.shape != shape for read in uses.reads)
+        return len(uses.reads) > 1 or bool(uses.raw) or elsewhere
     problem = _stacked_problem(shape, uses, layers)
     if problem and moves:
         raise UnsupportedModel(

@@ -6,8 +6,8 @@ that is manual over the data-parallel axes (`gradients.py`), and the optimizer o
 """
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,9 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 from jzero import zero as zero_lib
 from jzero.collectives import Identity
-from jzero.gradients import Gradients, LossFn, hoists, layer_dims, probe
+from jzero.gradients import Gradients, LossFn, layer_dims, probe
 from jzero.mesh import DATA_AXES, as_mesh, data_size
 from jzero.optim import Optimizer, optimizer
+from jzero.reads import Read
 from jzero.use import Template, abstract_template, template, value_of
 from jzero.zero import Layout, Leaf, Path, Whole, Zero
 
@@ -229,27 +230,28 @@ def setup(
         found = probe(parts, loss_fn, mesh, abstract, state, local)
 
     tp_specs = {path: _tp_spec(path, v, mesh) for path, v in {**variables, **parts.state}.items()}
-    leaves = [
-        Leaf(path, x.shape, layer_dims(x.shape, found.uses[path]), tp_specs[path], x.dtype.itemsize)
-        for path, x in abstract.items()
-    ]
+    layers = {path: layer_dims(x.shape, found.uses[path]) for path, x in abstract.items()}
+    leaves = [Leaf(path, x.shape, layers[path], tp_specs[path], x.dtype.itemsize) for path, x in abstract.items()]
     layouts, whole = zero_lib.layouts(leaves, stage, zero, mesh, precision.reduce, precision.grads)
-    hoisted = parts.early | {
-        path for path, x in abstract.items() if hoists(path, x.shape, found.uses[path], layouts[path].moves)
-    }
     gradients = Gradients(
         template=parts,
         loss_fn=loss_fn,
         layouts=layouts,
+        layers=layers,
         slots={path: _slot(abstract[path], layouts[path], mesh, precision.grads) for path in parts.trained},
         tp_specs=tp_specs,
-        hoisted=hoisted,
+        hoisted=frozenset(),
         changed=found.changed,
         micro_batches=micro_batches,
         keep=not zero.regather,
         sum_names=found.sum_names,
     )
-    notes = _kept_gathered({path: to for path, to in layouts.items() if path not in hoisted}, found.uses)
+    gradients = replace(gradients, hoisted=gradients.hoisted_by(found.uses, abstract))
+    moved = {
+        path: found.uses[path].reads for path, to in layouts.items() if to.moves and path not in gradients.hoisted
+    }
+    gathered = {path: reads for path, reads in moved.items() if not isinstance(layouts[path].use_forward, Identity)}
+    notes = _kept_gathered(gathered) + _reduced_often(moved, layers)
     return _build(model_fn, gradients, tx, mesh, batch, trainable, clip_norm, abstract, state, whole, notes)
 
 
@@ -364,13 +366,16 @@ def _per_device(gradients: Gradients, mesh: Mesh) -> Callable[..., Any]:
 
 
 def _evaluate(gradients: Gradients, mesh: Mesh, state: TrainState, batch: Any, micro_batches: int) -> Metrics:
+    params, frozen, model_state = map(flatten_dict, (state.params, state.frozen, state.model_state))
+    rows = _rows(batch, mesh, micro_batches)
+    local = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+    gradients = gradients.for_evaluation(mesh, params | frozen, model_state, local)
     rest = {path: _data_part(layout.params) for path, layout in gradients.layouts.items()}
-    trained = {path: rest[path] for path in gradients.template.trained}
-    frozen = {path: rest[path] for path in gradients.template.frozen}
     sums = jax.shard_map(
         functools.partial(gradients.evaluate, micro_batches=micro_batches), mesh=mesh, axis_names=set(DATA_AXES),
-        check_vma=False, in_specs=(trained, frozen, P(), P(DATA_AXES)), out_specs=P(),
-    )(flatten_dict(state.params), flatten_dict(state.frozen), flatten_dict(state.model_state), batch)
+        check_vma=False, out_specs=P(),
+        in_specs=({path: rest[path] for path in params}, {path: rest[path] for path in frozen}, P(), P(DATA_AXES)),
+    )(params, frozen, model_state, batch)
     return {**sums, "loss": sums["loss"] / sums["weight"]}
 
 
@@ -399,7 +404,7 @@ def _check_same(wanted: Template, born: Template) -> None:
     for kind in ("trained", "frozen", "state"):
         first, second = ({p: jnp.shape(value_of(v)) for p, v in getattr(t, kind).items()} for t in (wanted, born))
         if first != second:
-            path = next(path for path, _ in first.items() ^ second.items())
+            path = next(path for path in {**first, **second} if first.get(path) != second.get(path))
             raise ValueError(
                 f"model_fn() made another model when it was called again: {zero_lib.path_name(path)!r} had the shape "
                 f"{first.get(path)} and then {second.get(path)}; it must make the same model every time"
@@ -466,13 +471,9 @@ def _tp_spec(path: Path, variable: Any, mesh: Mesh) -> P:
     return zero_lib.tp_spec(tuple(names), value_of(variable).shape, path, mesh)
 
 
-def _kept_gathered(layouts: Mapping[Path, Layout], uses: Mapping[Path, Any]) -> tuple[str, ...]:
+def _kept_gathered(gathered: Mapping[Path, Sequence[Read]]) -> tuple[str, ...]:
     """A note if gathered parameters of a layer loop live until the backward pass because nothing frees them."""
-    kept = {
-        path: read.place
-        for path, layout in layouts.items() if not isinstance(layout.use_forward, Identity)
-        for read in uses[path].reads if read.loops and not read.remat
-    }
+    kept = {path: read.place for path, reads in gathered.items() for read in reads if read.loops and not read.remat}
     if not kept:
         return ()
     first = next(iter(kept))
@@ -481,6 +482,19 @@ def _kept_gathered(layouts: Mapping[Path, Layout], uses: Mapping[Path, Any]) -> 
         f"rematerialisation, at {kept[first]}: all layers stay gathered until the backward pass; "
         f"wrap the loop's body in nnx.remat(…, policy=jzero.remat_policy('none')) to gather them again",
     )
+
+
+def _reduced_often(moved: Mapping[Path, Sequence[Read]], layers: Mapping[Path, int]) -> tuple[str, ...]:
+    """A note if a layer reads parameters inside a loop of its own."""
+    often = {path: read.place for path, reads in moved.items() for read in reads if read.loops > layers[path]}
+    if not often:
+        return ()
+    first = next(iter(often))
+    note = (
+        f"{len(often)} stacked parameters ({zero_lib.path_name(first)} …) are read in a loop inside their layer, at "
+        f"{often[first]}: their gradients are reduced in each of its iterations; read them before it (w = layer.w[...])"
+    )
+    return (note,)
 
 
 def _rows(batch: Any, mesh: Mesh, micro_batches: int) -> int:

@@ -17,6 +17,7 @@ from flax import linen, nnx
 from flax.traverse_util import flatten_dict
 
 import jzero
+from jzero import hlo
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 D = 8
@@ -432,6 +433,78 @@ def test_a_layer_loop_without_remat_is_noted_and_a_loop_over_time_is_not():
     assert "remat" in noted[0]
     for model_fn in (made(Scanned, remat=True), made(Recurrent)):
         assert jzero.setup(model_fn, squares, TX, single.mesh(), batches()[0], stage=3).notes == ()
+
+
+class OneBranch(nnx.Module):
+    """Read in one branch alone, which some devices take and others do not."""
+
+    def __init__(self, rngs, when="always"):
+        self.a, self.b = nnx.Linear(D, D, rngs=rngs), nnx.Linear(D, D, rngs=rngs)
+        self.dropout = nnx.Dropout(0.0, rngs=rngs)
+        self.when = when
+
+    def __call__(self, x):
+        x = self.a(x)
+        if self.when == "evaluating" and not self.dropout.deterministic:
+            return self.b(x)
+        return jax.lax.cond(x[0, 0] > 0, self.b, jnp.tanh, x)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_branch_that_some_devices_take_and_others_do_not(stage):
+    wanted = single.one_device(made(OneBranch), squares, TX, batches(2), devices=4)
+    run = jzero.setup(made(OneBranch), squares, single.recording(TX), single.mesh(), batches()[0], stage=stage)
+    single.assert_equal(single.train(run, batches(2)), wanted)
+    assert set(run._gradients.hoisted) == {("b", "kernel"), ("b", "bias")}
+
+
+def test_a_branch_that_only_evaluation_takes():
+    run = jzero.setup(made(OneBranch, "evaluating"), squares, TX, single.mesh(), batches()[0], stage=3)
+    assert not run._gradients.hoisted
+    state = run.init()
+    model = run.model(state)
+    model.eval()
+    losses = [squares(model, {k: x[i : i + 2] for k, x in batches()[0].items()})[0] for i in range(0, 8, 2)]
+    metrics = run.evaluate(state, batches()[0])
+    np.testing.assert_allclose(metrics["loss"] * metrics["weight"], np.sum(losses), rtol=1e-5)
+
+
+class Times(nnx.Module):
+    """Layers that each loop over time."""
+
+    def __init__(self, rngs, read_first):
+        self.layers = nnx.vmap(lambda rngs: nnx.Linear(D, D, use_bias=False, rngs=rngs))(rngs.split(2))
+        self.read_first = read_first
+
+    def __call__(self, x):
+        def layer(linear, x):
+            kernel = linear.kernel[...] if self.read_first else linear.kernel
+            return jax.lax.scan(lambda x, _: (jnp.tanh(x @ kernel), None), x, length=5)[0]
+
+        return nnx.scan(nnx.remat(layer), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+
+
+def moved_bytes(run: jzero.Run, kind: str) -> int:
+    found = hlo.collectives(run.lower()["step"].compile(), run.mesh)
+    return sum(c.message_bytes * c.trips for c in found if c.kind == kind and "dp" in c.axes)
+
+
+def test_what_a_loop_over_time_reads_is_gathered_and_reduced_once():
+    run = jzero.setup(made(Recurrent), squares, TX, single.mesh(), batches()[0], stage=3)
+    assert run.whole == ()
+    psi = sum(x.size * 4 for x in jax.tree.leaves(run.abstract_state.params))
+    assert moved_bytes(run, "all-gather") == moved_bytes(run, "reduce-scatter") == psi
+
+
+@pytest.mark.parametrize(("read_first", "reductions"), [(True, 1), (False, 5)])
+def test_a_layer_that_reads_in_a_loop_of_its_own_is_noted(read_first, reductions):
+    run = jzero.setup(made(Times, read_first), squares, TX, single.mesh(), batches()[0], stage=3)
+    assert moved_bytes(run, "reduce-scatter") == reductions * 2 * D * D * 4
+    assert len(run.notes) == (not read_first)
+    assert all("test_foreign_models.py" in note and "read them before it" in note for note in run.notes)
+    wanted = single.one_device(made(Times, read_first), squares, TX, batches(2))
+    run = jzero.setup(made(Times, read_first), squares, single.recording(TX), single.mesh(), batches()[0], stage=3)
+    single.assert_equal(single.train(run, batches(2)), wanted)
 
 
 def test_the_trained_model_is_an_ordinary_module_again():

@@ -149,7 +149,7 @@ def test_the_remedy_that_is_named_works_and_lower_stages_need_none(loss_fn):
 @pytest.mark.parametrize(
     ("result", "words"),
     [
-        (lambda s, n: s / n, ["an array of shape \\(\\)", "mean over the batch"]),
+        (lambda s, n: s / n, ["an array of shape \\(\\)", "mean over a batch"]),
         (lambda s, n: [s, n], ["returned a list"]),
         (lambda s, n: (s, n, {}, {}), ["a tuple of 4"]),
         (lambda s, n: (s * jnp.ones(2), n), ["'loss' has the shape \\(2,\\)", "sum it"]),
