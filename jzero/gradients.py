@@ -245,7 +245,9 @@ def probe(
     paths = jax.tree.unflatten(jax.tree.structure(params), range(len(params)))
     uses, results = marks.find(jaxpr.jaxpr, jaxpr.jaxpr.invars[: len(params)])
     for path, i in paths.items():
-        if results[i] != i:
+        # A loop over another dim than the first transposes the whole stack, and back again.
+        transposed = {raw.primitive for raw in uses[i].raw} == {"transpose"}
+        if results[i] != i and not transposed:
             raise UnsupportedModel(f"parameter {path_name(path)!r} is assigned to inside the loss; {ASSIGNED}")
     return Probe({path: uses[i] for path, i in paths.items()}, frozenset(changed), tuple(sums))
 

@@ -419,6 +419,22 @@ def test_a_parameter_of_integers_is_never_differentiated():
     np.testing.assert_array_equal(single.arrays(state.frozen)["order",], np.arange(D)[::-1])
 
 
+class StackedAlongDim1(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.vmap(lambda rngs: nnx.Linear(D, D, rngs=rngs), out_axes=1)(rngs.split(D))
+
+    def __call__(self, x):
+        layer = nnx.remat(lambda linear, x: jnp.tanh(linear(x)))
+        return nnx.scan(layer, in_axes=(1, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_layers_stacked_along_another_dim_come_into_use_all_at_once(stage):
+    wanted = single.one_device(made(StackedAlongDim1), squares, TX, batches(2))
+    run = jzero.setup(made(StackedAlongDim1), squares, single.recording(TX), single.mesh(), batches()[0], stage=stage)
+    single.assert_equal(single.train(run, batches(2)), wanted)
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_regulariser_over_stacked_layers_works_where_nothing_has_to_be_gathered(stage):
     wanted = single.one_device(made(Scanned), with_regulariser, TX, batches(2))
