@@ -272,8 +272,9 @@ def template(model: nnx.Module, trainable: Any) -> Template:
             f"a Linen module becomes one by flax.nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(example_input)"
         )
     _hold_plain_arrays(model)
-    graphdef, selected, frozen, state = nnx.split(model, trainable, nnx.Param, ...)
-    trained, frozen, state = (dict(nnx.to_flat_state(group)) for group in (selected, frozen, state))
+    graphdef, *groups = nnx.split(model, trainable, nnx.Param, ...)
+    flat: list[dict[Path, Any]] = [{tuple(path): v for path, v in nnx.to_flat_state(group)} for group in groups]
+    trained, frozen, state = flat
     for path, variable in (trained | frozen).items():
         if isinstance(variable, nnx.Param):
             _check_parameter(path, value_of(variable))
@@ -305,12 +306,14 @@ def _has_gradient(variable: Any) -> bool:
 
 
 def _check_parameter(path: Path, value: Any) -> None:
-    if not hasattr(value, "dtype") and not isinstance(value, int | float):
+    if isinstance(value, int | float):
+        return
+    if not hasattr(value, "dtype"):
         raise UnsupportedModel(
             f"parameter {path_name(path)!r} holds a {type(value).__name__}, not one array: give each array its own "
             f"nnx.Param"
         )
-    if jnp.iscomplexobj(value):
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
         raise UnsupportedModel(
             f"parameter {path_name(path)!r} of shape {value.shape} is {value.dtype}, and gradients are accumulated and "
             f"sent as real numbers: hold its real and imaginary part as two parameters"
