@@ -42,7 +42,9 @@ def main() -> None:
             program = run.lower()["step"].compile()
             rest, peak = sum(run.at_rest_bytes().values()), hlo.memory(program).peak_bytes
             traffic = hlo.traffic(hlo.collectives(program, run.mesh), by=("axes",))
-            by_axis = ", ".join(f"{'+'.join(axes)} {size / 1e6:.2f}" for (axes,), size in sorted(traffic.items()) if size > 1e3)
+            by_axis = ", ".join(
+                f"{'+'.join(axes)} {size / 1e6:.2f}" for (axes,), size in sorted(traffic.items()) if size > 1e3
+            )
             print(f"{mesh:<18}{stage:>6}{times[stage] * 1e3:>9.1f}{rest / 1e6:>9.2f}{peak / 1e6:>9.2f}  {by_axis}")
 
 

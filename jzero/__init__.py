@@ -1,13 +1,14 @@
 """ZeRO for JAX: any Flax NNX model, any optax optimizer, ZeRO stages as PartitionSpecs.
 
-    run = jzero.setup(model_fn, loss_fn, tx, mesh, batch, stage=3)
-    state = run.init()
-    state, metrics = run.step(state, batch)
+run = jzero.setup(model_fn, loss_fn, tx, mesh, batch, stage=3)
+state = run.init()
+state, metrics = run.step(state, batch)
 """
 
 from jzero.mesh import make_mesh
-from jzero.reads import UnsupportedModel
-from jzero.step import Precision, Run, Specs, TrainState, setup
+from jzero.reads import UnsupportedModelError
+from jzero.run import Precision, Run, Specs, setup
+from jzero.step import TrainState
 from jzero.use import remat_policy
 from jzero.zero import Whole, Zero
 
@@ -16,7 +17,7 @@ __all__ = [
     "Run",
     "Specs",
     "TrainState",
-    "UnsupportedModel",
+    "UnsupportedModelError",
     "Whole",
     "Zero",
     "make_mesh",

@@ -33,7 +33,9 @@ from jzero.mesh import TP
 class Collective(Protocol):
     """Anything that takes one device's tensor to another layout."""
 
-    def __call__(self, x: jax.Array) -> jax.Array: ...
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The tensor in its new layout."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Identity:
     """No move at all."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """The same tensor."""
         return x
 
 
@@ -51,6 +54,7 @@ class Cast:
     dtype: str
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """The tensor in `dtype`."""
         return x.astype(self.dtype)
 
 
@@ -69,6 +73,7 @@ class Gather:
     tp_spec: P
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """[.., n / N, ..] of one device -> [.., n, ..] of all."""
         return _over_tp(lambda s: lax.all_gather(s, self.axes, axis=self.dim, tiled=True), self.tp_spec)(x)
 
 
@@ -82,6 +87,8 @@ class Scatter:
     dtype: str
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """[.., n, ..] -> [.., n / N, ..] of the sum over devices, in `dtype`."""
+
         def scatter(grad: jax.Array) -> jax.Array:
             return lax.psum_scatter(grad, self.axes, scatter_dimension=self.dim, tiled=True)
 
@@ -97,6 +104,7 @@ class AllReduce:
     dtype: str
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """The sum over devices, of the same shape, in `dtype`."""
         return _over_tp(lambda s: lax.psum(s, self.axes), self.tp_spec)(x.astype(self.dtype))
 
 
@@ -108,6 +116,7 @@ class Then:
     second: Collective
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """`second` of `first`."""
         return self.second(self.first(x))
 
 
@@ -118,7 +127,9 @@ def zeros(shape: tuple[int, ...], dtype: str, tp_spec: P) -> jax.Array:
         shape: of the whole tp dim; `tp_spec` divides it.
     """
     tp = jax.sharding.get_abstract_mesh().shape[TP]
-    local = tuple(n // tp if axis == TP else n for n, axis in zip(shape, tuple(tp_spec) + (None,) * len(shape), strict=False))
+    local = tuple(
+        n // tp if axis == TP else n for n, axis in zip(shape, tuple(tp_spec) + (None,) * len(shape), strict=False)
+    )
     return jax.shard_map(
         lambda: jnp.zeros(local, dtype), axis_names={TP}, in_specs=(), out_specs=tp_spec, check_vma=False
     )()

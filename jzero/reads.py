@@ -7,10 +7,10 @@ would see a shard).  The loss is traced once with every parameter read through `
 parameter through the program.
 """
 
-import os
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -19,10 +19,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding
 
 _MARK = "jzero.read:"
-_LIBRARIES = tuple(os.path.dirname(os.path.abspath(m)) for m in (jax.__file__, __file__)) + ("flax", "<frozen")
+_LIBRARIES = tuple(str(Path(module).resolve().parent) for module in (jax.__file__, __file__))
+_MODELS = str(Path(__file__).resolve().parent / "models")
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModelError(ValueError):
     """A model does something that ZeRO cannot run as it stands; the message names the place and the remedy."""
 
 
@@ -79,11 +80,11 @@ class Marks:
         return uses, [None if isinstance(v, Literal) else tracked.get(v) for v in jaxpr.outvars]
 
     def _walk(self, jaxpr: Jaxpr, tracked: dict[Var, int], uses: list[Uses], where: "_Where") -> None:
-        operands = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
-        used = {v for v in operands if not isinstance(v, Literal)}
+        taken = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
+        used = {v for v in taken if not isinstance(v, Literal)}
         for eqn in jaxpr.eqns:
-            here = [None if isinstance(v, Literal) else tracked.get(v) for v in eqn.invars]
-            if all(leaf is None for leaf in here):
+            here = {i: tracked[v] for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in tracked}
+            if not here:
                 continue
             if eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK):
                 if eqn.outvars[0] in used:
@@ -91,7 +92,7 @@ class Marks:
                 continue
             inner = list(_inner(eqn))
             for sub, operands, inside in inner:
-                inputs = {v: here[i] for v, i in zip(sub.invars, operands, strict=True) if here[i] is not None}
+                inputs = {v: here[i] for v, i in zip(sub.invars, operands, strict=True) if i in here}
                 self._walk(sub, inputs, uses, where.enter(inside))
                 # A loop hands its parameters back unchanged; they are the same leaf at rest, further down.
                 for out, result in zip(eqn.outvars, sub.outvars, strict=False):
@@ -99,7 +100,7 @@ class Marks:
                         tracked[out] = inputs[result]
             if not inner:
                 place = source_info_util.summarize(eqn.source_info)
-                for leaf in {leaf for leaf in here if leaf is not None}:
+                for leaf in set(here.values()):
                     uses[leaf].raw.append(Raw(eqn.primitive.name, place))
 
     def _read(self, eqn: JaxprEqn, uses: Uses, where: "_Where") -> None:
@@ -129,7 +130,9 @@ class _Where:
     remat: bool = False
 
     def enter(self, inside: str) -> "_Where":
-        return _Where(self.loops + (inside == "loop"), self.branch or inside == "branch", self.remat or inside == "remat")
+        return _Where(
+            self.loops + (inside == "loop"), self.branch or inside == "branch", self.remat or inside == "remat"
+        )
 
 
 def _inner(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[int], str]]:
@@ -170,6 +173,5 @@ def _place(frames: Iterable[traceback.FrameSummary]) -> str:
 
 
 def _is_library(filename: str) -> bool:
-    parts = filename.split(os.sep)
-    models = os.sep + os.path.join("jzero", "models") + os.sep
-    return models not in filename and (filename.startswith(_LIBRARIES[:2]) or "flax" in parts or "<" in filename)
+    in_flax = "flax" in Path(filename).parts
+    return not filename.startswith(_MODELS) and (filename.startswith(_LIBRARIES) or in_flax or "<" in filename)

@@ -1,13 +1,12 @@
 """One training step for any model and any optimizer, at any stage.
 
-`setup` looks at a model without making it, chooses the specs, and returns a `Run`: the jitted `init` and `step` and the
-specs they hold the train state to.  The step never asks which stage it runs.  It is in two parts: gradients in a region
-that is manual over the data-parallel axes (`gradients.py`), and the optimizer outside of it, on global arrays.
+The step never asks which stage it runs.  It is in two parts: gradients in a region that is manual over the
+data-parallel axes (`gradients.py`), and the optimizer outside of it, on global arrays.  `run.py` makes the arguments.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,48 +18,21 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero import zero as zero_lib
 from jzero.collectives import Identity
-from jzero.gradients import Gradients, LossFn, layer_dims, probe
-from jzero.mesh import DATA_AXES, as_mesh, data_size
-from jzero.optim import Optimizer, optimizer
-from jzero.reads import Read
-from jzero.use import Template, abstract_template, template, value_of
-from jzero.zero import Layout, Leaf, Path, Whole, Zero
+from jzero.gradients import Gradients
+from jzero.mesh import DATA_AXES, data_size
+from jzero.optim import Optimizer
+from jzero.use import Template, template, value_of
+from jzero.zero import Layout, Path, path_name
 
 Metrics = dict[str, jax.Array]
 
 
-def _is_floating(dtype: Any) -> bool:
-    try:
-        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:
-        return False
-
-
-@dataclass(frozen=True)
-class Precision:
-    """In which dtype things are held and sent.
-
-    Attributes:
-        params: of parameters at rest, in use, and on the wire; None leaves what the model made.  Whatever it is, the
-            optimizer's m, v and master are float32.
-        grads: of accumulated gradients.
-        reduce: of gradients on the wire.
-    """
-
-    params: str | None = None
-    grads: str = "float32"
-    reduce: str = "float32"
-
-    def __post_init__(self) -> None:
-        for name, dtype in vars(self).items():
-            if dtype is not None and not _is_floating(dtype):
-                raise ValueError(f"precision.{name}={dtype!r} is no floating-point dtype; use 'bfloat16' or 'float32'")
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=[
-    "step", "params", "frozen", "model_state", "opt_state", "skipped", "skipped_in_row"], meta_fields=[])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "params", "frozen", "model_state", "opt_state", "skipped", "skipped_in_row"],
+    meta_fields=[],
+)
 @dataclass(frozen=True)
 class TrainState:
     """All that changes from step to step, and the parameters that do not.
@@ -81,238 +53,6 @@ class TrainState:
     opt_state: Any
     skipped: Any
     skipped_in_row: Any
-
-
-@dataclass(frozen=True)
-class Specs:
-    """PartitionSpec trees, the whole truth about a run; `state` is all of it in the shape of the train state."""
-
-    params: Any
-    grads: Any
-    opt_state: Any
-    state: TrainState
-
-
-@dataclass(frozen=True)
-class Run:
-    """A model, a loss, an optimizer and a mesh, ready to train.
-
-    Attributes:
-        mesh: (node, dp, tp).
-        specs: of everything at rest.
-        abstract_state: the train state as ShapeDtypeStructs with their shardings.
-        whole: the parameters that the stage would shard and could not, each with the reason.
-        notes: what a user should know of how this model runs.
-        micro_batches: forward-backward passes per step.
-    """
-
-    mesh: Mesh
-    specs: Specs
-    abstract_state: TrainState
-    whole: tuple[Whole, ...]
-    notes: tuple[str, ...]
-    micro_batches: int
-    _template: Template
-    _gradients: Gradients
-    _abstract_batch: Any
-    _init: Callable[[], TrainState]
-    _step: Any
-    _evaluate: Any
-
-    def init(self) -> TrainState:
-        """A new train state, every array born in its shards."""
-        with jax.set_mesh(self.mesh):
-            return self._init()
-
-    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """One optimizer step; `state` is donated.
-
-        Args:
-            batch: tree of arrays [batch, ...] on the host or, better, from `put`.
-
-        Returns:
-            The new state, and float32 scalars on the device: `loss` (exact mean), `grad_norm` (before clipping),
-            `weight`, `skipped`, `skipped_in_row`, and the sums that the loss function returned.
-
-        Raises:
-            ValueError: a batch dim that the data-parallel devices times the microbatches do not divide, or a state that
-                an earlier step has used up.
-        """
-        _check_alive(state)
-        _rows(batch, self.mesh, self.micro_batches)
-        with jax.set_mesh(self.mesh):
-            return self._step(state, self.put(batch))
-
-    def evaluate(self, state: TrainState, batch: Any) -> Metrics:
-        """The exact loss of a batch in evaluation mode, its `weight`, and the loss function's sums."""
-        _check_alive(state)
-        rows = _rows(batch, self.mesh, 1)
-        with jax.set_mesh(self.mesh):
-            return self._evaluate(state, self.put(batch), self._evaluation_parts(rows))
-
-    def model(self, state: TrainState) -> nnx.Module:
-        """The NNX module on the state's global arrays."""
-        params = flatten_dict(state.params) | flatten_dict(state.frozen)
-        return self._template.merge(params, flatten_dict(state.model_state), {})
-
-    def put(self, batch: Any) -> Any:
-        """`batch` on the mesh, its first dim split over the data-parallel devices; does not wait."""
-        sharding = NamedSharding(self.mesh, P(DATA_AXES))
-        _rows(batch, self.mesh, 1)
-        return jax.tree.map(lambda x: jax.device_put(x, sharding), batch)
-
-    def lower(self) -> dict[str, jax.stages.Lowered]:
-        """The run's programs, lowered; no array is made."""
-        with jax.set_mesh(self.mesh):
-            return {"step": self._step.lower(self.abstract_state, self._abstract_batch)}
-
-    def at_rest_bytes(self) -> dict[str, int]:
-        """Bytes that one device holds between steps, by class; `grads` is what accumulation adds during one."""
-        state, specs, mesh = self.abstract_state, self.specs, self.mesh
-        grads = {path: slot.dtype for path, slot in self._gradients.slots.items()}
-        sizes = {
-            "params": _tree_bytes(state.params, specs.params, mesh),
-            "frozen": _tree_bytes(state.frozen, specs.state.frozen, mesh),
-            "opt_state": _tree_bytes(state.opt_state, specs.opt_state, mesh),
-            "model_state": _tree_bytes(state.model_state, specs.state.model_state, mesh),
-        }
-        like_grads = {p: jax.ShapeDtypeStruct(x.shape, grads[p]) for p, x in flatten_dict(state.params).items()}
-        return sizes | {"grads": _tree_bytes(unflatten_dict(like_grads), specs.grads, mesh)}
-
-    def _evaluation_parts(self, rows: int) -> int:
-        """Microbatches of an evaluation over `rows` rows a device: no more rows at a time than in training."""
-        at_a_time = _rows(self._abstract_batch, self.mesh, self.micro_batches)
-        return next(n for n in range(-(-rows // at_a_time), rows + 1) if rows % n == 0)
-
-
-def setup(
-    model_fn: Callable[[], nnx.Module],
-    loss_fn: LossFn,
-    tx: optax.GradientTransformation,
-    mesh: Mesh | str | Mapping[str, int] | None,
-    batch: Any,
-    *,
-    stage: int = 3,
-    micro_batches: int = 1,
-    clip_norm: float | None = None,
-    trainable: Any = nnx.Param,
-    precision: Precision = Precision(),
-    zero: Zero = Zero(),
-) -> Run:
-    """Makes a ZeRO run of any Flax NNX model and any optax transformation, without making an array.
-
-    Args:
-        model_fn: () -> the model, unmodified.
-        loss_fn: (model, batch) -> (sum of losses, weight), or with a dict of sums as a third value.  Its mean over a
-            batch is sum / weight, whatever the devices and microbatches.
-        tx: sees float32 gradients of the mean loss, after clipping.
-        mesh: from `make_mesh`, or what `make_mesh` takes.
-        batch: one batch, arrays or ShapeDtypeStructs; the first dim is the batch.
-        stage: 0 to 3.
-        micro_batches: forward-backward passes per step.
-        clip_norm: largest global norm of the gradient, applied once, after accumulation.
-        trainable: NNX filter of the parameters to train; other `nnx.Param`s are frozen.
-
-    Raises:
-        ValueError: bad stage, mesh, batch, annotation, pattern.
-        TypeError: not an NNX module, or a loss that is not sums.
-        UnsupportedModel: the model does what cannot be sharded; names the place.
-    """
-    mesh = as_mesh(mesh)
-    _check_numbers(micro_batches, clip_norm)
-    rows = _rows(batch, mesh, micro_batches)
-    with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
-        parts = abstract_template(model_fn, trainable)
-        variables = {**parts.trained, **parts.frozen}
-        abstract = {path: _at_rest(v, precision.params) for path, v in variables.items()}
-        state = {path: _abstract(value_of(v)) for path, v in parts.state.items()}
-        local = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), _device_dtype(x)), batch)
-        found = probe(parts, loss_fn, mesh, abstract, state, local)
-
-    tp_specs = {path: _tp_spec(path, v, mesh) for path, v in {**variables, **parts.state}.items()}
-    layers = {path: layer_dims(x.shape, found.uses[path]) for path, x in abstract.items()}
-    leaves = [Leaf(path, x.shape, layers[path], tp_specs[path], x.dtype.itemsize) for path, x in abstract.items()]
-    layouts, whole = zero_lib.layouts(leaves, stage, zero, mesh, precision.reduce, precision.grads)
-    gradients = Gradients(
-        template=parts,
-        loss_fn=loss_fn,
-        layouts=layouts,
-        layers=layers,
-        slots={path: _slot(abstract[path], layouts[path], mesh, precision.grads) for path in parts.trained},
-        tp_specs=tp_specs,
-        hoisted=frozenset(),
-        changed=found.changed,
-        micro_batches=micro_batches,
-        keep=not zero.regather,
-        sum_names=found.sum_names,
-    )
-    gradients = replace(gradients, hoisted=gradients.hoisted_by(found.uses, abstract))
-    moved = {
-        path: found.uses[path].reads for path, to in layouts.items() if to.moves and path not in gradients.hoisted
-    }
-    gathered = {path: reads for path, reads in moved.items() if not isinstance(layouts[path].use_forward, Identity)}
-    notes = _kept_gathered(gathered) + _reduced_often(moved, layers)
-    return _build(model_fn, gradients, tx, mesh, batch, trainable, clip_norm, abstract, state, whole, notes)
-
-
-def _build(
-    model_fn: Callable[[], nnx.Module],
-    gradients: Gradients,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    batch: Any,
-    trainable: Any,
-    clip_norm: float | None,
-    abstract: Mapping[Path, jax.ShapeDtypeStruct],
-    state: Mapping[Path, Any],
-    whole: tuple[Whole, ...],
-    notes: tuple[str, ...],
-) -> Run:
-    parts, layouts = gradients.template, gradients.layouts
-    params = {path: abstract[path] for path in parts.trained}
-    frozen = {path: abstract[path] for path in parts.frozen}
-    update = optimizer(tx, unflatten_dict({path: x.dtype for path, x in params.items()}))
-
-    init = functools.partial(_init, model_fn, parts, trainable, params, frozen, update)
-    with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
-        shapes = jax.eval_shape(init)
-    places = {path: (x.shape, layouts[path].opt_state) for path, x in params.items()}
-    scalar = P()
-    state_specs = TrainState(
-        step=scalar,
-        params=unflatten_dict({path: layouts[path].params for path in params}),
-        frozen=unflatten_dict({path: layouts[path].params for path in frozen}),
-        model_state=unflatten_dict({path: gradients.tp_specs[path] for path in state}),
-        opt_state=zero_lib.opt_state_specs(shapes.opt_state, places),
-        skipped=scalar,
-        skipped_in_row=scalar,
-    )
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs)
-    abstract_state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    rows = NamedSharding(mesh, P(DATA_AXES))
-    evaluate = functools.partial(_evaluate, gradients, mesh)
-    return Run(
-        mesh=mesh,
-        specs=Specs(
-            params=state_specs.params,
-            grads=unflatten_dict({path: layouts[path].grads for path in params}),
-            opt_state=state_specs.opt_state,
-            state=state_specs,
-        ),
-        abstract_state=abstract_state,
-        whole=whole,
-        notes=notes,
-        micro_batches=gradients.micro_batches,
-        _template=parts,
-        _gradients=gradients,
-        _abstract_batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _device_dtype(x), sharding=rows), batch),
-        _init=jax.jit(init, out_shardings=shardings),
-        _step=jax.jit(
-            functools.partial(train_step, gradients, update, mesh, clip_norm),
-            in_shardings=(shardings, rows), out_shardings=(shardings, NamedSharding(mesh, P())), donate_argnums=0,
-        ),
-        _evaluate=jax.jit(evaluate, static_argnums=2, in_shardings=(shardings, rows)),
-    )
 
 
 def train_step(
@@ -353,36 +93,41 @@ def train_step(
     return after, {**sums, "loss": loss, "grad_norm": norm, **counts}
 
 
-def _per_device(gradients: Gradients, mesh: Mesh) -> Callable[..., Any]:
-    layouts = gradients.layouts
-    rest = {path: _data_part(layout.params) for path, layout in layouts.items()}
-    trained = {path: rest[path] for path in gradients.template.trained}
-    frozen = {path: rest[path] for path in gradients.template.frozen}
-    summed = {path: _data_part(layouts[path].opt_state) for path in gradients.slots}
-    return jax.shard_map(
-        gradients, mesh=mesh, axis_names=set(DATA_AXES), check_vma=False,
-        in_specs=(trained, frozen, P(), P(DATA_AXES)), out_specs=(summed, P(), P()),
-    )
-
-
-def _evaluate(gradients: Gradients, mesh: Mesh, state: TrainState, batch: Any, micro_batches: int) -> Metrics:
+def evaluate_step(gradients: Gradients, mesh: Mesh, state: TrainState, batch: Any, micro_batches: int) -> Metrics:
+    """The exact mean loss of a batch in evaluation mode, `micro_batches` parts after each other, and its sums."""
     params, frozen, model_state = map(flatten_dict, (state.params, state.frozen, state.model_state))
-    rows = _rows(batch, mesh, micro_batches)
+    rows = rows_per_device(batch, mesh, micro_batches)
     local = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
     gradients = gradients.for_evaluation(mesh, params | frozen, model_state, local)
-    rest = {path: _data_part(layout.params) for path, layout in gradients.layouts.items()}
+    rest = {path: data_part(layout.params) for path, layout in gradients.layouts.items()}
     sums = jax.shard_map(
-        functools.partial(gradients.evaluate, micro_batches=micro_batches), mesh=mesh, axis_names=set(DATA_AXES),
-        check_vma=False, out_specs=P(),
+        functools.partial(gradients.evaluate, micro_batches=micro_batches),
+        mesh=mesh,
+        axis_names=set(DATA_AXES),
+        check_vma=False,
+        out_specs=P(),
         in_specs=({path: rest[path] for path in params}, {path: rest[path] for path in frozen}, P(), P(DATA_AXES)),
     )(params, frozen, model_state, batch)
     return {**sums, "loss": sums["loss"] / sums["weight"]}
 
 
-def _init(
-    model_fn: Callable[[], nnx.Module], parts: Template, trainable: Any,
-    params: Mapping[Path, jax.ShapeDtypeStruct], frozen: Mapping[Path, jax.ShapeDtypeStruct], update: Optimizer,
+def init_state(
+    model_fn: Callable[[], nnx.Module],
+    parts: Template,
+    trainable: Any,
+    params: Mapping[Path, jax.ShapeDtypeStruct],
+    frozen: Mapping[Path, jax.ShapeDtypeStruct],
+    update: Optimizer,
 ) -> TrainState:
+    """A new train state, to be jitted with the shardings that it is born in.
+
+    Args:
+        parts: the model as it was looked at.
+        params, frozen: path -> shape and dtype at rest.
+
+    Raises:
+        ValueError: `model_fn` makes another model than that.
+    """
     with nnx.use_eager_sharding(False):
         born = template(model_fn(), trainable)
     _check_same(parts, born)
@@ -400,20 +145,26 @@ def _init(
     )
 
 
-def _check_same(wanted: Template, born: Template) -> None:
-    for kind in ("trained", "frozen", "state"):
-        first, second = ({p: jnp.shape(value_of(v)) for p, v in getattr(t, kind).items()} for t in (wanted, born))
-        if first != second:
-            path = next(path for path in {**first, **second} if first.get(path) != second.get(path))
-            raise ValueError(
-                f"model_fn() made another model when it was called again: {zero_lib.path_name(path)!r} had the shape "
-                f"{first.get(path)} and then {second.get(path)}; it must make the same model every time"
-            )
+def _per_device(gradients: Gradients, mesh: Mesh) -> Callable[..., Any]:
+    layouts = gradients.layouts
+    rest = {path: data_part(layout.params) for path, layout in layouts.items()}
+    trained = {path: rest[path] for path in gradients.template.trained}
+    frozen = {path: rest[path] for path in gradients.template.frozen}
+    summed = {path: data_part(layouts[path].opt_state) for path in gradients.slots}
+    return jax.shard_map(
+        gradients,
+        mesh=mesh,
+        axis_names=set(DATA_AXES),
+        check_vma=False,
+        in_specs=(trained, frozen, P(), P(DATA_AXES)),
+        out_specs=(summed, P(), P()),
+    )
 
 
 def _constrain(values: Mapping[Path, Any], layouts: Mapping[Path, Layout], mesh: Mesh) -> dict[Path, Any]:
     return {
-        path: lax.with_sharding_constraint(x, NamedSharding(mesh, layouts[path].opt_state)) for path, x in values.items()
+        path: lax.with_sharding_constraint(x, NamedSharding(mesh, layouts[path].opt_state))
+        for path, x in values.items()
     }
 
 
@@ -427,14 +178,16 @@ def _publish(values: Mapping[Path, Any], layouts: Mapping[Path, Layout], mesh: M
         return dict(values)
     published = jax.shard_map(
         lambda shards: {path: layouts[path].publish(x) for path, x in shards.items()},
-        mesh=mesh, axis_names=set(DATA_AXES), check_vma=False,
-        in_specs=({path: _data_part(layouts[path].opt_state) for path in move},),
-        out_specs={path: _data_part(layouts[path].params) for path in move},
+        mesh=mesh,
+        axis_names=set(DATA_AXES),
+        check_vma=False,
+        in_specs=({path: data_part(layouts[path].opt_state) for path in move},),
+        out_specs={path: data_part(layouts[path].params) for path in move},
     )(move)
     return {**values, **published}
 
 
-def _data_part(spec: P) -> P:
+def data_part(spec: P) -> P:
     """What of a spec is sharded over the data-parallel axes, which are manual; the rest is the compiler's."""
 
     def part(entry: Any) -> Any:
@@ -444,60 +197,7 @@ def _data_part(spec: P) -> P:
     return P(*map(part, spec))
 
 
-def _at_rest(variable: Any, dtype: str | None) -> jax.ShapeDtypeStruct:
-    value = _abstract(value_of(variable))
-    narrows = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
-    return jax.ShapeDtypeStruct(value.shape, dtype if narrows else value.dtype)
-
-
-def _abstract(value: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(value.shape, value.dtype)
-
-
-def _device_dtype(x: Any) -> Any:
-    """What an array of the host becomes on a device: 64 bits are 32, unless JAX is told otherwise."""
-    return jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
-
-
-def _slot(at_rest: jax.ShapeDtypeStruct, layout: Layout, mesh: Mesh, dtype: str) -> jax.ShapeDtypeStruct:
-    """The gradient of a parameter as one device accumulates it, tp dims whole."""
-    shape = NamedSharding(mesh, _data_part(layout.grads)).shard_shape(at_rest.shape)
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _tp_spec(path: Path, variable: Any, mesh: Mesh) -> P:
-    annotated = isinstance(variable, nnx.Variable) and variable.has_metadata("out_sharding")
-    names = nnx.get_partition_spec(variable).get_raw_value() if annotated else ()
-    return zero_lib.tp_spec(tuple(names), value_of(variable).shape, path, mesh)
-
-
-def _kept_gathered(gathered: Mapping[Path, Sequence[Read]]) -> tuple[str, ...]:
-    """A note if gathered parameters of a layer loop live until the backward pass because nothing frees them."""
-    kept = {path: read.place for path, reads in gathered.items() for read in reads if read.loops and not read.remat}
-    if not kept:
-        return ()
-    first = next(iter(kept))
-    return (
-        f"{len(kept)} stacked parameters ({zero_lib.path_name(first)} …) are gathered in a layer loop without "
-        f"rematerialisation, at {kept[first]}: all layers stay gathered until the backward pass; "
-        f"wrap the loop's body in nnx.remat(…, policy=jzero.remat_policy('none')) to gather them again",
-    )
-
-
-def _reduced_often(moved: Mapping[Path, Sequence[Read]], layers: Mapping[Path, int]) -> tuple[str, ...]:
-    """A note if a layer reads parameters inside a loop of its own."""
-    often = {path: read.place for path, reads in moved.items() for read in reads if read.loops > layers[path]}
-    if not often:
-        return ()
-    first = next(iter(often))
-    note = (
-        f"{len(often)} stacked parameters ({zero_lib.path_name(first)} …) are read in a loop inside their layer, at "
-        f"{often[first]}: their gradients are reduced in each of its iterations; read them before it (w = layer.w[...])"
-    )
-    return (note,)
-
-
-def _rows(batch: Any, mesh: Mesh, micro_batches: int) -> int:
+def rows_per_device(batch: Any, mesh: Mesh, micro_batches: int) -> int:
     """Rows of one microbatch on one device.
 
     Raises:
@@ -517,18 +217,12 @@ def _rows(batch: Any, mesh: Mesh, micro_batches: int) -> int:
     return size // (devices * micro_batches)
 
 
-def _check_alive(state: TrainState) -> None:
-    # Not left to JAX: version 0.10 crashes on the second use of a donated array.
-    if isinstance(state.step, jax.Array) and state.step.is_deleted():
-        raise ValueError("this train state was given to an earlier step, which reused its memory: use what step returned")
-
-
-def _check_numbers(micro_batches: int, clip_norm: float | None) -> None:
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"micro_batches={micro_batches} must be a whole number, at least 1")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm={clip_norm} must be positive; None does not clip")
-
-
-def _tree_bytes(shapes: Any, specs: Any, mesh: Mesh) -> int:
-    return sum(jax.tree.leaves(jax.tree.map(lambda x, s: zero_lib.shard_bytes(x.shape, x.dtype, s, mesh), shapes, specs)))
+def _check_same(wanted: Template, born: Template) -> None:
+    for kind in ("trained", "frozen", "state"):
+        first, second = ({p: jnp.shape(value_of(v)) for p, v in getattr(t, kind).items()} for t in (wanted, born))
+        if first != second:
+            path = next(path for path in {**first, **second} if first.get(path) != second.get(path))
+            raise ValueError(
+                f"model_fn() made another model when it was called again: {path_name(path)!r} had the shape "
+                f"{first.get(path)} and then {second.get(path)}; it must make the same model every time"
+            )

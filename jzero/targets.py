@@ -27,7 +27,7 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 #: Pass as `compiler_options` to `.compile()`: autotuning would time kernels on the GPU that is absent.
-COMPILER_OPTIONS: dict[str, str] = {"xla_gpu_autotune_level": "0"}
+COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 
 #: Devices in one host, joined by NVLink (or PCIe); a larger count is spread over hosts.
 DEVICES_PER_HOST = 8

@@ -26,7 +26,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from jzero.collectives import Collective, Identity
 from jzero.mesh import DATA_AXES
-from jzero.reads import UnsupportedModel, user_place
+from jzero.reads import UnsupportedModelError, user_place
 from jzero.zero import Path, path_name
 
 GATHERED = "jzero.gathered"
@@ -50,11 +50,12 @@ class Move:
         keep: hold the value in use until the backward pass has used it, whatever the rematerialisation policy.
     """
 
-    forward: Collective = Identity()
-    backward: Collective = Identity()
+    forward: Collective
+    backward: Collective
     keep: bool = False
 
     def __call__(self, at_rest: "AtRest") -> jax.Array:
+        """The parameter in use."""
         return use(self, at_rest)
 
 
@@ -78,7 +79,7 @@ def use(move: Move, at_rest: AtRest) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _use(move: Move, slot: jax.Array, value: jax.Array) -> jax.Array:
+def _use(move: Move, slot: jax.Array, value: jax.Array) -> jax.Array:  # noqa: ARG001 (its gradient is what the rule gives)
     return _named(move, move.forward(value))
 
 
@@ -140,8 +141,8 @@ def _gathers_data(primitive: Any, params: Mapping[str, Any]) -> bool:
 def in_use(variable_type: type[nnx.Variable]) -> type[nnx.Variable]:
     """A Variable of the same type whose value, however it is read, is the parameter in use.
 
-    Its raw value is what its move (in the metadata) takes to the value in use.  Everything that reads a Variable (calls,
-    slices, operators, attributes such as `.T`) goes through `get_value` or `__getattr__`.
+    Its raw value is what its move (in the metadata) takes to the value in use.  Everything that reads a Variable
+    (calls, slices, operators, attributes such as `.T`) goes through `get_value` or `__getattr__`.
     """
 
     class InUse(variable_type):  # type: ignore[misc, valid-type]
@@ -155,8 +156,8 @@ def in_use(variable_type: type[nnx.Variable]) -> type[nnx.Variable]:
             metadata = object.__getattribute__(self, "_var_metadata")
             return metadata[name] if name in metadata else getattr(self.get_value(), name)
 
-        def set_value(self, value: Any, *, index: Any = ...) -> None:
-            raise UnsupportedModel(
+        def set_value(self, value: Any, *, index: Any = ...) -> None:  # noqa: ARG002 (as in Flax)
+            raise UnsupportedModelError(
                 f"parameter {self.get_metadata(_NAME)!r} is assigned to inside the loss, at {user_place()}; {ASSIGNED}"
             )
 
@@ -196,7 +197,9 @@ class Template:
     state: Mapping[Path, Any]
     early: frozenset[Path] = frozenset()
 
-    def merge(self, params: Mapping[Path, Any], state: Mapping[Path, Any], moves: Mapping[Path, Callable[..., Any]]) -> nnx.Module:
+    def merge(
+        self, params: Mapping[Path, Any], state: Mapping[Path, Any], moves: Mapping[Path, Callable[..., Any]]
+    ) -> nnx.Module:
         """The model with `params` (trained and frozen alike) and `state` in it.
 
         Args:
@@ -212,8 +215,10 @@ class Template:
         found = dict(nnx.to_flat_state(nnx.state(model)))
         for path in self.state:
             if path not in found:
-                raise UnsupportedModel(f"{path_name(path)!r}, which the model holds beside its parameters, is deleted "
-                                       f"inside the loss: what is carried from step to step must stay")
+                raise UnsupportedModelError(
+                    f"{path_name(path)!r}, which the model holds beside its parameters, is deleted "
+                    f"inside the loss: what is carried from step to step must stay"
+                )
         return {path: value_of(found[path]) for path in self.state}
 
     def params_of(self, model: nnx.Module) -> dict[Path, Any]:
@@ -243,7 +248,9 @@ def abstract_template(model_fn: Callable[[], nnx.Module], trainable: Any) -> Tem
     The model is taken apart where it is made, inside the trace: outside, an abstract array is no array to Flax.
     """
     if isinstance(model_fn, nnx.Module):
-        raise TypeError(f"model_fn is a {type(model_fn).__name__}, not a function that makes one: pass lambda: the call")
+        raise TypeError(
+            f"model_fn is a {type(model_fn).__name__}, not a function that makes one: pass lambda: the call"
+        )
     found: list[Template] = []
 
     def groups() -> tuple[Any, ...]:
@@ -264,7 +271,7 @@ def template(model: nnx.Module, trainable: Any) -> Template:
     Raises:
         TypeError: not an NNX module.
         ValueError: nothing is trainable.
-        UnsupportedModel: a parameter that is not one real array.
+        UnsupportedModelError: a parameter that is not one real array.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(
@@ -309,12 +316,12 @@ def _check_parameter(path: Path, value: Any) -> None:
     if isinstance(value, int | float):
         return
     if not hasattr(value, "dtype"):
-        raise UnsupportedModel(
+        raise UnsupportedModelError(
             f"parameter {path_name(path)!r} holds a {type(value).__name__}, not one array: give each array its own "
             f"nnx.Param"
         )
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
-        raise UnsupportedModel(
+        raise UnsupportedModelError(
             f"parameter {path_name(path)!r} of shape {value.shape} is {value.dtype}, and gradients are accumulated and "
             f"sent as real numbers: hold its real and imaginary part as two parameters"
         )

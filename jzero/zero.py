@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from jzero.collectives import AllReduce, Cast, Collective, Gather, Identity, Scatter, Then
 from jzero.mesh import DATA_AXES, DP, NODE
 
-Path = tuple[Hashable, ...]
+Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,14 @@ class Layout:
     publish: Collective
 
     @property
+    def gathers(self) -> bool:
+        """Whether the parameter in use is another tensor than at rest."""
+        return not isinstance(self.use_forward, Identity)
+
+    @property
     def moves(self) -> bool:
         """Whether reading the parameter, or the gradient of that, takes a collective."""
-        return not (isinstance(self.use_forward, Identity) and isinstance(self.use_backward, Cast))
+        return self.gathers or not isinstance(self.use_backward, Cast)
 
 
 def path_name(path: Iterable[Hashable]) -> str:

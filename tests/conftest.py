@@ -11,8 +11,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The aot extra brings a CUDA plugin that finds no GPU here, on purpose; this keeps its checks quiet.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
-import jax
-import pytest
+import jax  # noqa: E402 (after the flags)
+import pytest  # noqa: E402
 
 
 @pytest.fixture(scope="session")

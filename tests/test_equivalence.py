@@ -57,14 +57,19 @@ def one_device(data):
 @pytest.mark.parametrize(("stage", "mesh", "micro_batches", "scan"), CELLS)
 def test_gradients_norms_and_losses_equal_one_device(stage, mesh, micro_batches, scan, data, one_device):
     run = jzero.setup(
-        decoder(scan=scan), next_token_loss, recording(optax.adamw(1e-3)), mesh, data[0],
-        stage=stage, micro_batches=micro_batches,
+        decoder(scan=scan),
+        next_token_loss,
+        recording(optax.adamw(1e-3)),
+        mesh,
+        data[0],
+        stage=stage,
+        micro_batches=micro_batches,
     )
     assert_same(train(run, data), one_device[scan])
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
-@pytest.mark.parametrize("axes", (("dp",), ("node",)))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("axes", [("dp",), ("node",)])
 def test_sharding_over_one_of_the_two_axes_equals_one_device(stage, axes, data, one_device):
     run = jzero.setup(
         decoder(), next_token_loss, recording(optax.adamw(1e-3)), "node=2,dp=2,tp=2", data[0],
@@ -77,10 +82,14 @@ def cut(trace, steps):
     return trace._replace(norms=trace.norms[:steps], losses=trace.losses[:steps])
 
 
-@pytest.mark.parametrize("options", (
-    {"zero": jzero.Zero(regather=False)},
-    {"zero": jzero.Zero(persist_below=40, replicate=("*/attention/*",))},
-), ids=("kept gathered", "some leaves whole"))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero": jzero.Zero(regather=False)},
+        {"zero": jzero.Zero(persist_below=40, replicate=("*/attention/*",))},
+    ],
+    ids=("kept gathered", "some leaves whole"),
+)
 def test_what_stays_gathered_or_whole_does_not_change_the_numbers(options, data, one_device):
     run = jzero.setup(
         decoder(), next_token_loss, recording(optax.adamw(1e-3)), "dp=4,tp=2", data[0], stage=3, **options
@@ -91,8 +100,14 @@ def test_what_stays_gathered_or_whole_does_not_change_the_numbers(options, data,
 @pytest.mark.parametrize("stage", STAGES)
 def test_bfloat16_runs_at_every_stage_near_float32(stage, data, one_device):
     run = jzero.setup(
-        decoder(dtype="bfloat16"), next_token_loss, optax.adamw(1e-3), "dp=4,tp=2", data[0],
-        stage=stage, micro_batches=2, precision=jzero.Precision(params="bfloat16"),
+        decoder(dtype="bfloat16"),
+        next_token_loss,
+        optax.adamw(1e-3),
+        "dp=4,tp=2",
+        data[0],
+        stage=stage,
+        micro_batches=2,
+        precision=jzero.Precision(params="bfloat16"),
     )
     state, losses = run.init(), []
     for batch in data:
@@ -104,8 +119,14 @@ def test_bfloat16_runs_at_every_stage_near_float32(stage, data, one_device):
 def test_bfloat16_reductions_stay_near_float32_ones(data, one_device):
     low = jzero.Precision(params="bfloat16", grads="bfloat16", reduce="bfloat16")
     run = jzero.setup(
-        decoder(dtype="bfloat16"), next_token_loss, optax.adamw(1e-3), "node=2,dp=2,tp=2", data[0],
-        stage=3, micro_batches=2, precision=low,
+        decoder(dtype="bfloat16"),
+        next_token_loss,
+        optax.adamw(1e-3),
+        "node=2,dp=2,tp=2",
+        data[0],
+        stage=3,
+        micro_batches=2,
+        precision=low,
     )
     state, losses = run.init(), []
     for batch in data:
@@ -121,8 +142,13 @@ def test_a_microbatched_gradient_is_the_gradient_of_the_whole_batch(stage):
     norms = []
     for micro_batches in (1, 2, 4):
         run = jzero.setup(
-            decoder(layers=1), next_token_loss, optax.sgd(0.1), "dp=2,tp=4", data[0],
-            stage=stage, micro_batches=micro_batches,
+            decoder(layers=1),
+            next_token_loss,
+            optax.sgd(0.1),
+            "dp=2,tp=4",
+            data[0],
+            stage=stage,
+            micro_batches=micro_batches,
         )
         _, metrics = run.step(run.init(), data[0])
         norms.append(float(metrics["grad_norm"]))

@@ -332,8 +332,14 @@ def test_a_model_trains_at_stage_3_as_on_one_device(name):
 @pytest.mark.parametrize(
     ("name", "stage", "mesh_name"),
     [
-        ("convnet", 1, "node2dp2"), ("scanned_noisy", 2, "dp4"), ("scanned_twice", 2, "node2dp2"), ("tied", 2, "dp4"),
-        ("reads", 2, "node2dp2"), ("branches", 2, "dp4"), ("transforms", 1, "dp4"), ("linen", 0, "node2dp2"),
+        ("convnet", 1, "node2dp2"),
+        ("scanned_noisy", 2, "dp4"),
+        ("scanned_twice", 2, "node2dp2"),
+        ("tied", 2, "dp4"),
+        ("reads", 2, "node2dp2"),
+        ("branches", 2, "dp4"),
+        ("transforms", 1, "dp4"),
+        ("linen", 0, "node2dp2"),
     ],
 )
 def test_a_model_trains_at_another_stage_as_on_one_device(name, stage, mesh_name):
@@ -384,9 +390,7 @@ def test_what_cannot_be_divided_is_reported_with_its_reason():
 @pytest.mark.parametrize("stage", [0, 3])
 def test_frozen_leaves_stay_bit_equal_without_gradient_or_optimizer_state(stage):
     tx = single.recording(optax.adamw(0.1, weight_decay=0.1))
-    run = jzero.setup(
-        made(LowRank), squares, tx, single.mesh(), batches()[0], stage=stage, trainable=nnx.LoRAParam
-    )
+    run = jzero.setup(made(LowRank), squares, tx, single.mesh(), batches()[0], stage=stage, trainable=nnx.LoRAParam)
     state = run.init()
     before, lora = single.arrays(state.frozen), single.arrays(state.params)
     trained = {("linear", "lora", "lora_a"), ("linear", "lora", "lora_b"), ("lora", "lora_a"), ("lora", "lora_b")}

@@ -39,10 +39,13 @@ def compiled(mesh, stage, micro_batches=1, reduce="float32", remat="none"):
     return run, [c for c in hlo.collectives(program, run.mesh) if set(c.axes) <= set(DATA_AXES)]
 
 
-@pytest.mark.parametrize(("stage", "micro_batches", "reduce"), [
-    (3, 4, "float32"),
-    *(pytest.param(stage, m, reduce, marks=slow) for stage in range(4) for m in (1, 4) for reduce in ("float32", "bfloat16")),
-])  # fmt: skip
+CELLS = [(stage, m, reduce) for stage in range(4) for m in (1, 4) for reduce in ("float32", "bfloat16")]
+QUICK = (3, 4, "float32")
+
+
+@pytest.mark.parametrize(
+    ("stage", "micro_batches", "reduce"), [pytest.param(*c, marks=[] if c == QUICK else slow) for c in CELLS]
+)
 def test_bfloat16_traffic_is_the_table_byte_for_byte(stage, micro_batches, reduce):
     run, ledger = compiled("dp=8", stage, micro_batches, reduce)
     elements = {path: math.prod(x.shape) for path, x in flatten_dict(run.abstract_state.params).items()}
@@ -69,7 +72,9 @@ def test_bfloat16_traffic_is_the_table_byte_for_byte(stage, micro_batches, reduc
 def test_the_layer_loops_hold_the_collectives(stage):
     """XLA:GPU may take one turn of a layer loop out of it; the others stay inside, each microbatch anew."""
     run, ledger = compiled("dp=8", stage, 4)
-    stacked = sum(math.prod(x.shape) for path, x in flatten_dict(run.abstract_state.params).items() if path[0] == "layers")
+    stacked = sum(
+        math.prod(x.shape) for path, x in flatten_dict(run.abstract_state.params).items() if path[0] == "layers"
+    )
     in_layer_loops = hlo.traffic([c for c in ledger if len(c.loops) == 2], by=("kind",))
     one_of_two_layers = 4 * stacked / 2
     assert in_layer_loops["reduce-scatter",] >= 4 * one_of_two_layers
@@ -78,8 +83,8 @@ def test_the_layer_loops_hold_the_collectives(stage):
 
 
 @slow
-@pytest.mark.parametrize("mesh", ("dp=4,tp=2", "node=2,dp=2,tp=2"))
-@pytest.mark.parametrize("remat", ("none", "full"))
+@pytest.mark.parametrize("mesh", ["dp=4,tp=2", "node=2,dp=2,tp=2"])
+@pytest.mark.parametrize("remat", ["none", "full"])
 def test_tensor_parallel_meshes_compile_without_an_all_to_all(mesh, remat):
     _, ledger = compiled(mesh, 3, 4, remat=remat)
     assert {c.kind for c in ledger} <= {"all-gather", "reduce-scatter", "all-reduce"}

@@ -36,8 +36,14 @@ SCALARS_BYTES = 64  # a norm scale of the test model has 128, all scalars of a s
 def compiled(mesh, stage, micro_batches, remat="none", regather=True, axes=DATA_AXES, layers=4, **sizes):
     batch = {"tokens": jax.ShapeDtypeStruct((8 * micro_batches, SEQ + 1), jnp.int32)}
     run = jzero.setup(
-        decoder(remat=remat, layers=layers, **sizes), next_token_loss, optax.adamw(1e-3), mesh, batch,
-        stage=stage, micro_batches=micro_batches, zero=jzero.Zero(regather=regather, axes=axes),
+        decoder(remat=remat, layers=layers, **sizes),
+        next_token_loss,
+        optax.adamw(1e-3),
+        mesh,
+        batch,
+        stage=stage,
+        micro_batches=micro_batches,
+        zero=jzero.Zero(regather=regather, axes=axes),
     )
     program = run.lower()["step"].compile()
     return run, hlo.collectives(program, run.mesh), hlo.memory(program)
@@ -71,9 +77,9 @@ def sent(ledger, kind, loops=None):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("micro_batches", (1, 4))
-@pytest.mark.parametrize("mesh", ("dp=8", "dp=4,tp=2", "node=2,dp=2,tp=2"))
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("mesh", ["dp=8", "dp=4,tp=2", "node=2,dp=2,tp=2"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_traffic_is_the_table_of_the_stages_byte_for_byte(stage, mesh, micro_batches):
     run, ledger, _ = compiled(mesh, stage, micro_batches)
     psi = Psi(run)
@@ -98,20 +104,20 @@ def test_traffic_is_the_table_of_the_stages_byte_for_byte(stage, mesh, micro_bat
         assert sent(ledger, "all-gather", loops=1) == 0
 
 
-@pytest.mark.parametrize("mesh", ("dp=8", "dp=4,tp=2"))
+@pytest.mark.parametrize("mesh", ["dp=8", "dp=4,tp=2"])
 def test_full_rematerialisation_gathers_every_stacked_leaf_again(mesh):
     run, ledger, _ = compiled(mesh, 3, 4, remat="full")
     assert sent(ledger, "all-gather") == 4 * (Psi(run).sharded + Psi(run).stacked)
 
 
-@pytest.mark.parametrize("remat", ("none", "full"))
+@pytest.mark.parametrize("remat", ["none", "full"])
 def test_parameters_that_are_kept_gathered_are_gathered_once_a_microbatch(remat):
     run, ledger, _ = compiled("dp=8", 3, 4, remat=remat, regather=False)
     assert sent(ledger, "all-gather") == 4 * Psi(run).sharded
     assert sent(ledger, "reduce-scatter") == 4 * Psi(run).sharded
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_replicas_across_nodes_are_reduced_once_a_step(stage):
     """Hybrid sharding: shards over dp; over node what is left of a gradient, 1/dp of it, is all-reduced once."""
     run, ledger, _ = compiled("node=2,dp=2,tp=2", stage, 4, axes=("dp",))
@@ -121,24 +127,28 @@ def test_replicas_across_nodes_are_reduced_once_a_step(stage):
     assert sum(c.total_bytes for c in over_node) == Psi(run).sharded // run.mesh.shape["dp"]
 
 
-@pytest.mark.parametrize("micro_batches", (1, 4))
-@pytest.mark.parametrize("mesh", ("dp=4,tp=2", "dp=2,tp=4"))
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("mesh", ["dp=4,tp=2", "dp=2,tp=4"])
 def test_what_tensor_parallelism_sends_is_the_same_at_every_stage(mesh, micro_batches):
     def over_tp(stage):
         found = [c for c in compiled(mesh, stage, micro_batches)[1] if c.axes == (TP,)]
-        return hlo.traffic([c for c in found if c.message_bytes >= SCALARS_BYTES], by=("kind", "dtype", "message_bytes", "trips"))
+        return hlo.traffic(
+            [c for c in found if c.message_bytes >= SCALARS_BYTES], by=("kind", "dtype", "message_bytes", "trips")
+        )
 
     first = over_tp(0)
     assert first
     assert all(over_tp(stage) == first for stage in (1, 2, 3))
 
 
-@pytest.mark.parametrize("mesh", ("dp=8", "dp=4,tp=2", "node=2,dp=2,tp=2"))
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("mesh", ["dp=8", "dp=4,tp=2", "node=2,dp=2,tp=2"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_at_rest_are_the_sum_over_the_specs(stage, mesh):
     """The program's arguments are the state, a shard each, and the batch; nothing else."""
     run, _, memory = compiled(mesh, stage, 4)
-    shards = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(run.abstract_state)]
+    shards = [
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(run.abstract_state)
+    ]
     batch_bytes = (SEQ + 1) * 8 * 4 * 4 // (run.mesh.shape["node"] * run.mesh.shape["dp"])
     assert memory.argument_bytes == sum(shards) + batch_bytes
     at_rest = run.at_rest_bytes()
@@ -146,8 +156,8 @@ def test_bytes_at_rest_are_the_sum_over_the_specs(stage, mesh):
     assert sum(at_rest[k] for k in ("params", "frozen", "opt_state", "model_state")) + counters == sum(shards)
 
 
-@pytest.mark.parametrize("remat", ("none", "full"))
-@pytest.mark.parametrize("mesh", ("dp=8", "dp=4,tp=2"))
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("mesh", ["dp=8", "dp=4,tp=2"])
 def test_stage_2_holds_a_shard_of_the_gradients(mesh, remat):
     (run, _, stage1), (_, _, stage2) = (compiled(mesh, stage, 4, remat=remat) for stage in (1, 2))
     shards = run.mesh.shape["dp"]
@@ -155,9 +165,9 @@ def test_stage_2_holds_a_shard_of_the_gradients(mesh, remat):
     assert stage1.temp_bytes - stage2.temp_bytes >= 0.8 * (1 - 1 / shards) * gradients
 
 
-@pytest.mark.parametrize("remat", ("none", "full"))
-@pytest.mark.parametrize("mesh", ("dp=8", "dp=4,tp=2"))
-@pytest.mark.parametrize("micro_batches", (1, 4))
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("mesh", ["dp=8", "dp=4,tp=2"])
+@pytest.mark.parametrize("micro_batches", [1, 4])
 def test_stage_3_holds_at_most_two_layers_more_than_stage_2(mesh, remat, micro_batches):
     (run, _, stage2), (_, _, stage3) = (compiled(mesh, stage, micro_batches, remat=remat) for stage in (2, 3))
     psi = Psi(run)

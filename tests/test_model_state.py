@@ -51,9 +51,7 @@ def net(**kwargs):
 
 
 def setup(model_fn=None, tx=None, mesh="dp4", **kwargs):
-    return jzero.setup(
-        model_fn or net(), squares, tx or optax.adamw(1e-2), single.mesh(mesh), batches()[0], **kwargs
-    )
+    return jzero.setup(model_fn or net(), squares, tx or optax.adamw(1e-2), single.mesh(mesh), batches()[0], **kwargs)
 
 
 def bits(tree) -> list[bytes]:

@@ -68,14 +68,14 @@ def constrain(spec):
 @pytest.mark.parametrize("spec", [P("dp"), P(("node", "dp")), P(None, "node")])
 def test_a_constraint_over_data_parallel_axes(spec):
     words = ("sharding constraint", HERE, "'node', 'dp'", "constrain over 'tp' alone")
-    with refused(*words, error=jzero.UnsupportedModel):
+    with refused(*words, error=jzero.UnsupportedModelError):
         setup(constrain(spec), mesh="node2dp2")
 
 
 @pytest.mark.parametrize("place", [jax.lax.with_sharding_constraint, jax.device_put])
 def test_a_constraint_that_names_its_mesh(place):
     sharding = NamedSharding(single.mesh(), P("dp"))
-    with refused("sharding constraint", HERE, "constrain over 'tp' alone", error=jzero.UnsupportedModel):
+    with refused("sharding constraint", HERE, "constrain over 'tp' alone", error=jzero.UnsupportedModelError):
         setup(net(lambda net, x: place(net.linear(x), sharding)), rows=32)
 
 
@@ -118,18 +118,20 @@ def penalised_raw(model, batch):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_stacked_parameter_read_in_a_branch_of_the_layer_loop(stage):
-    with refused("'layers/(bias|kernel)'", r"\(4, 8", "cond", HERE, "zero.replicate", error=jzero.UnsupportedModel):
+    with refused(
+        "'layers/(bias|kernel)'", r"\(4, 8", "cond", HERE, "zero.replicate", error=jzero.UnsupportedModelError
+    ):
         setup(stacked(in_branch), stage=stage)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_stacked_parameter_that_something_takes_raw(stage):
-    with refused("'layers/", "stacked", HERE, "zero.replicate", error=jzero.UnsupportedModel):
+    with refused("'layers/", "stacked", HERE, "zero.replicate", error=jzero.UnsupportedModelError):
         setup(stacked(lambda layer, x: layer(x)), penalised_raw, stage=stage)
 
 
 def test_a_stacked_parameter_that_is_read_whole():
-    with refused("'layers/kernel'", r"\(4, 8, 8\)", HERE, "zero.replicate", error=jzero.UnsupportedModel):
+    with refused("'layers/kernel'", r"\(4, 8, 8\)", HERE, "zero.replicate", error=jzero.UnsupportedModelError):
         setup(stacked(lambda layer, x: layer(x)), penalised, stage=3)
 
 
@@ -258,7 +260,7 @@ def test_a_parameter_that_is_not_one_real_array(value, words):
         def __init__(self):
             self.weight = nnx.Param(value)
 
-    with refused("'weight'", *words, error=jzero.UnsupportedModel):
+    with refused("'weight'", *words, error=jzero.UnsupportedModelError):
         setup(Model)
 
 
@@ -298,7 +300,9 @@ def normalise(net, x):
     ],
 )
 def test_a_parameter_that_the_loss_assigns_to(call, words, stage):
-    with refused(*words, "parameters change by the optimizer alone", "nnx.BatchStat", error=jzero.UnsupportedModel):
+    with refused(
+        *words, "parameters change by the optimizer alone", "nnx.BatchStat", error=jzero.UnsupportedModelError
+    ):
         setup(net(call), stage=stage)
 
 
@@ -317,7 +321,7 @@ def delete_state(net, x):
     [(reshape_state, [r"shape \(\) before", r"\(8,\) after"]), (delete_state, ["is deleted"])],
 )
 def test_state_that_cannot_be_carried_to_the_next_step(call, words):
-    with refused("'mean'", *words, error=jzero.UnsupportedModel):
+    with refused("'mean'", *words, error=jzero.UnsupportedModelError):
         setup(net(call))
 
 
