@@ -1,9 +1,9 @@
 """The mesh-layout experiment: one decoder on four meshes of 8 devices, at each stage.
 
-Printed for each cell, all of one device: time of a step, bytes at rest (parameters, gradients, optimizer state), the
-compiler's peak, and the traffic of a step over each axis (`message_bytes`: full tensors, read off the compiled
-program).  Times are medians of interleaved steps on whatever devices there are; on fake CPU devices they compare
-programs, not networks.
+Printed for each cell, all of one device: time of a step, bytes of the model states (parameters, gradients, optimizer
+state), the compiler's peak, and the traffic of a step over each axis (`message_bytes`: full tensors, read off the
+compiled program).  Times are medians of interleaved steps on whatever devices there are; on fake CPU devices they
+compare programs, not networks.
 
     python examples/mesh_layouts.py [--steps 5] [--micro-batches 2] [--width 128] [--layers 4]
 """
@@ -33,19 +33,19 @@ def main() -> None:
         width=args.width, layers=args.layers, heads=4, kv_heads=4, mlp_width=3 * args.width, vocab=256, tied=False
     )
     tokens = np.random.default_rng(0).integers(0, 256, (16 * args.micro_batches, 65)).astype(np.int32)
-    heads = ("mesh", "stage", "step ms", "rest MB", "peak MB", "traffic of a step by axis, MB")
-    print("{:<18}{:>6}{:>9}{:>9}{:>9}  {}".format(*heads))
+    heads = ("mesh", "stage", "step ms", "states MB", "peak MB", "traffic of a step by axis, MB")
+    print("{:<18}{:>6}{:>9}{:>11}{:>9}  {}".format(*heads))
     for mesh in MESHES:
         runs = {stage: make(config, mesh, stage, args, tokens) for stage in range(4)}
         times = measure(runs, tokens, args.steps)
         for stage, run in runs.items():
             program = run.lower()["step"].compile()
-            rest, peak = sum(run.at_rest_bytes().values()), hlo.memory(program).peak_bytes
+            rest, peak = sum(run.at_rest_bytes().values()) + run.grads_bytes(), hlo.memory(program).peak_bytes
             traffic = hlo.traffic(hlo.collectives(program, run.mesh), by=("axes",))
             by_axis = ", ".join(
                 f"{'+'.join(axes)} {size / 1e6:.2f}" for (axes,), size in sorted(traffic.items()) if size > 1e3
             )
-            print(f"{mesh:<18}{stage:>6}{times[stage] * 1e3:>9.1f}{rest / 1e6:>9.2f}{peak / 1e6:>9.2f}  {by_axis}")
+            print(f"{mesh:<18}{stage:>6}{times[stage] * 1e3:>9.1f}{rest / 1e6:>11.2f}{peak / 1e6:>9.2f}  {by_axis}")
 
 
 def make(config: DecoderConfig, mesh: str, stage: int, args: argparse.Namespace, tokens: np.ndarray) -> jzero.Run:

@@ -12,34 +12,70 @@ Why each runs in a second, fully manual `shard_map` over the remaining axes: in 
 only, XLA gathers a tp-sharded operand over tp before each data-parallel collective, and 16-bit reductions abort on
 XLA:CPU.  Nested, every device moves its own tp slice and nothing else.
 
-Message sizes (`message_bytes`, the full tensor of one device, that is divided by tp): a `Gather` of a leaf with n
-elements per tp slice moves n x itemsize of the tensor's dtype, `Scatter` and `AllReduce` n x itemsize of `dtype`.  On
-the wire one device sends (N-1)/N of that for a gather or a scatter and 2(N-1)/N for an all-reduce (ring algorithms).
+`message_bytes` counts full tensors, divided by tp.  On the wire one device sends (N-1)/N of that for a gather or a
+scatter and 2(N-1)/N for an all-reduce (ring algorithms).
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jzero.mesh import TP
+from jzero.mesh import DATA_AXES, TP
 
 
-class Collective(Protocol):
-    """Anything that takes one device's tensor to another layout."""
+class Transition(Protocol):
+    """Anything that takes one device's tensor from one layout to another."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether it sends anything."""
+        ...
+
+    def message_bytes(self, elements: int, itemsize: int) -> int:
+        """Bytes of the full tensor it sends.
+
+        Args:
+            elements: of the tensor when it is whole, divided by tp.
+            itemsize: bytes per element of the tensor it is given.
+        """
+        ...
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The tensor in its new layout."""
         ...
 
 
+class _Stays:
+    """What sends nothing."""
+
+    @property
+    def moves(self) -> bool:
+        """No."""
+        return False
+
+    def message_bytes(self, elements: int, itemsize: int) -> int:  # noqa: ARG002 (nothing, of whatever)
+        """None."""
+        return 0
+
+
+class _Sends:
+    """What sends something."""
+
+    @property
+    def moves(self) -> bool:
+        """Yes."""
+        return True
+
+
 @dataclass(frozen=True)
-class Identity:
+class Identity(_Stays):
     """No move at all."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -48,18 +84,18 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Cast:
-    """No traffic; the tensor in `dtype`."""
+class Cast(_Stays):
+    """The tensor in `dtype`."""
 
     dtype: str
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The tensor in `dtype`."""
+        """[..] -> [..] in `dtype`."""
         return x.astype(self.dtype)
 
 
 @dataclass(frozen=True)
-class Gather:
+class Gather(_Sends):
     """All-gather of `dim` over `axes`, in the tensor's own dtype: a shard becomes whole.
 
     Attributes:
@@ -72,19 +108,27 @@ class Gather:
     axes: tuple[str, ...]
     tp_spec: P
 
+    def message_bytes(self, elements: int, itemsize: int) -> int:
+        """elements x itemsize."""
+        return elements * itemsize
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """[.., n / N, ..] of one device -> [.., n, ..] of all."""
         return _over_tp(lambda s: lax.all_gather(s, self.axes, axis=self.dim, tiled=True), self.tp_spec)(x)
 
 
 @dataclass(frozen=True)
-class Scatter:
+class Scatter(_Sends):
     """Reduce-scatter of `dim` over `axes` in `dtype`: every device's whole gradient becomes a shard of the sum."""
 
     dim: int
     axes: tuple[str, ...]
     tp_spec: P
     dtype: str
+
+    def message_bytes(self, elements: int, itemsize: int) -> int:  # noqa: ARG002 (it is cast)
+        """elements x the size of `dtype`."""
+        return elements * jnp.dtype(self.dtype).itemsize
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[.., n, ..] -> [.., n / N, ..] of the sum over devices, in `dtype`."""
@@ -96,12 +140,17 @@ class Scatter:
 
 
 @dataclass(frozen=True)
-class AllReduce:
-    """Sum over `axes` in `dtype`."""
+class AllReduce(_Sends):
+    """Sum over `axes` in `dtype`, of a tensor that is whole or one of `parts` shards."""
 
     axes: tuple[str, ...]
     tp_spec: P
     dtype: str
+    parts: int = 1
+
+    def message_bytes(self, elements: int, itemsize: int) -> int:  # noqa: ARG002 (it is cast)
+        """elements / parts x the size of `dtype`."""
+        return elements // self.parts * jnp.dtype(self.dtype).itemsize
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The sum over devices, of the same shape, in `dtype`."""
@@ -110,14 +159,34 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Then:
-    """One collective after another."""
+    """`second` after `first`."""
 
-    first: Collective
-    second: Collective
+    first: Transition
+    second: Transition
+
+    @property
+    def moves(self) -> bool:
+        """Whether either does."""
+        return self.first.moves or self.second.moves
+
+    def message_bytes(self, elements: int, itemsize: int) -> int:
+        """Of both."""
+        return self.first.message_bytes(elements, itemsize) + self.second.message_bytes(elements, itemsize)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`second` of `first`."""
         return self.second(self.first(x))
+
+
+def over_data(f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`f` in a region of `mesh` that is manual over the data-parallel axes; tp is the compiler's.
+
+    What comes out is not checked to be equal on the devices that its spec says hold the same: JAX cannot see that a
+    nested region's sums are.
+    """
+    return jax.shard_map(
+        f, mesh=mesh, axis_names=set(DATA_AXES), in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
 
 
 def zeros(shape: tuple[int, ...], dtype: str, tp_spec: P) -> jax.Array:

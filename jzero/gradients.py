@@ -20,10 +20,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jzero import collectives
-from jzero.mesh import DATA_AXES
-from jzero.probe import LossFn, Values, hoists, probe, sums_of
-from jzero.reads import Uses
-from jzero.use import AtRest, Move, Template
+from jzero.mesh import DATA_AXES, data_size
+from jzero.probe import LossFn, Values, hoisted, probe, sums_of
+from jzero.template import Template
+from jzero.use import AtRest, Move
 from jzero.zero import Layout, Path
 
 _REPLACED = 2**31 - 1  # folded into a key that a model replaced; no data-parallel device has this index
@@ -40,7 +40,7 @@ class Gradients:
         layers: how many leading dims of each parameter number layers.
         slots: shape and dtype of each trained parameter's gradient on one device (tp dims whole).
         tp_specs: of all parameters and of the model's state.
-        hoisted: parameters that are brought into use once, before the loss, since it reads them more than once.
+        hoisted: parameters that come into use once, before the loss (`probe.hoists` says which).
         changed: what of the model's state the loss changes.
         micro_batches: how many forward-backward passes the rows are split into.
         keep: gathered parameters live to the end of the backward pass.
@@ -103,15 +103,8 @@ class Gradients:
             params, state, batch: anything with shapes and dtypes; `batch` is one device's rows of one microbatch.
         """
         found = probe(self.template, self.loss_fn, mesh, params, state, batch, train=False)
-        return replace(self, hoisted=self.hoisted | self.hoisted_by(found.uses, params), sum_names=found.sum_names)
-
-    def hoisted_by(self, uses: Mapping[Path, Uses], params: Values) -> frozenset[Path]:
-        """The parameters that have to come into use before a loss that uses them so."""
-        return self.template.early | {
-            path
-            for path, x in params.items()
-            if hoists(path, x.shape, uses[path], self.layers[path], moves=self.layouts[path].moves)
-        }
+        elsewhere = hoisted(found.uses, params, self.layers, self.layouts)
+        return replace(self, hoisted=self.hoisted | elsewhere, sum_names=found.sum_names)
 
     def _model(self, slots: Values, params: Values, frozen: Values, state: Values) -> nnx.Module:
         at_rest = {path: AtRest(slots.get(path), value) for path, value in {**params, **frozen}.items()}
@@ -163,6 +156,26 @@ class Gradients:
             return collectives.AllReduce(DATA_AXES, self.tp_specs[path], "int32")(first).astype(new.dtype)
 
         return {path: agreed(path, old, after[path]) if path in self.changed else old for path, old in state.items()}
+
+
+def rows_per_device(batch: Any, mesh: Mesh, micro_batches: int) -> int:
+    """Rows of one microbatch on one device.
+
+    Raises:
+        ValueError: arrays without a common first dim, or one that devices times microbatches do not divide.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    sizes = {jax.tree_util.keystr(path): (x.shape[0] if getattr(x, "shape", ()) else None) for path, x in leaves}
+    if not sizes or None in sizes.values() or len(set(sizes.values())) != 1:
+        shown = ", ".join(f"{path}: {'none' if n is None else n}" for path, n in list(sizes.items())[:8])
+        raise ValueError(f"every leaf of a batch must be an array with the same first dim, the batch; got {shown}")
+    size, devices = next(iter(sizes.values())), data_size(mesh)
+    if not size or size % (devices * micro_batches):
+        raise ValueError(
+            f"a batch of {size} cannot be split over node x dp = {devices} devices into {micro_batches} microbatches: "
+            f"it must be a positive multiple of {devices} x {micro_batches} = {devices * micro_batches}"
+        )
+    return size // (devices * micro_batches)
 
 
 def split_rows(batch: Any, parts: int) -> Any:

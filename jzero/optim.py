@@ -43,7 +43,7 @@ class WithMaster(NamedTuple):
     inner: Any
 
 
-def optimizer(tx: optax.GradientTransformation, dtypes: Any) -> Optimizer:
+def with_master(tx: optax.GradientTransformation, dtypes: Any) -> Optimizer:
     """`tx` as the step calls it, holding a float32 master of every leaf that rests in a narrower dtype.
 
     Args:

@@ -14,11 +14,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jzero.collectives import over_data
 from jzero.mesh import DATA_AXES
-from jzero.reads import Marks, Read, UnsupportedModelError, Uses, place_of, placed_over
-from jzero.use import ASSIGNED, Template
-from jzero.zero import Path, path_name
+from jzero.reads import Marks, UnsupportedModelError, Uses, place_of, placed_over
+from jzero.template import Template
+from jzero.use import ASSIGNED
+from jzero.zero import Layout, Path, path_name
 
+RESERVED = frozenset({"loss", "weight", "grad_norm", "skipped", "skipped_in_row"})
 LossFn = Callable[[Any, Any], tuple[Any, ...]]
 
 Values = Mapping[Path, Any]
@@ -69,7 +72,7 @@ def probe(
         changed.update(path for path, old in state.items() if _changes(path, old, after[path]))
         return {**params, **template.params_of(model)}, sums
 
-    region = jax.shard_map(traced, mesh=mesh, axis_names=set(DATA_AXES), in_specs=P(), out_specs=P(), check_vma=False)
+    region = over_data(traced, mesh, P(), P())
     try:
         jaxpr, (_, sums) = jax.make_jaxpr(region, return_shape=True)(params, state, batch)
     except ValueError as error:
@@ -101,8 +104,10 @@ def sums_of(loss_fn: LossFn, model: Any, batch: Any) -> dict[str, jax.Array]:
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise TypeError(f"{wanted}; it returned {_describe(result)} (a mean over a batch is exact on one device only)")
     extra = result[2] if len(result) == 3 else {}
-    if not isinstance(extra, Mapping) or {"loss", "weight"} & set(extra):
-        raise TypeError(f"{wanted}; its third value is {_describe(extra)}, with names other than 'loss' and 'weight'")
+    if not isinstance(extra, Mapping):
+        raise TypeError(f"{wanted}; its third value is {_describe(extra)}")
+    if taken := RESERVED & set(extra):
+        raise TypeError(f"{wanted}; its third value names {sorted(taken)}, which metrics have anyway: rename")
     sums = {"loss": result[0], "weight": result[1], **extra}
     for name, value in sums.items():
         if not (isinstance(value, int | float) or hasattr(value, "dtype")) or jnp.iscomplexobj(value):
@@ -115,6 +120,20 @@ def sums_of(loss_fn: LossFn, model: Any, batch: Any) -> dict[str, jax.Array]:
 def layer_dims(shape: tuple[int, ...], uses: Uses) -> int:
     """How many leading dims of a parameter number layers: those that are gone where it is read."""
     return max((len(shape) - len(read.shape) for read in uses.reads), default=0)
+
+
+def hoisted(
+    uses: Mapping[Path, Uses], params: Values, layers: Mapping[Path, int], layouts: Mapping[Path, Layout]
+) -> frozenset[Path]:
+    """The parameters that come into use once, before the loss.
+
+    Args:
+        params: anything with shapes.
+        layers: how many leading dims of each number layers.
+    """
+    return frozenset(
+        path for path, x in params.items() if hoists(path, x.shape, uses[path], layers[path], moves=layouts[path].moves)
+    )
 
 
 def hoists(path: Path, shape: tuple[int, ...], uses: Uses, layers: int, *, moves: bool) -> bool:
@@ -165,7 +184,7 @@ def _explained(error: ValueError) -> ValueError:
         frames.append(tb.tb_frame.f_code.co_name)
         tb = tb.tb_next
     # JAX may have left its own frames out of the traceback; its message then says it.
-    if not any(word in frames or word in str(error) for word in ("with_sharding_constraint", "reshard")):
+    if not {"with_sharding_constraint", "reshard"} & set(frames) and "with_sharding_constraint" not in str(error):
         return error
     return UnsupportedModelError(f"{_MANUAL.format(place=place_of(error))} ({error})")
 
@@ -193,30 +212,49 @@ def _named(loss_fn: LossFn) -> str:
 
 
 def notes(
-    found: Probe, gathered: frozenset[Path], reduced: frozenset[Path], layers: Mapping[Path, int]
+    found: Probe,
+    layers: Mapping[Path, int],
+    layouts: Mapping[Path, Layout],
+    hoisted: frozenset[Path],
+    *,
+    regather: bool,
 ) -> tuple[str, ...]:
     """What a user should know of how a model runs.
 
     Args:
-        gathered, reduced: parameters that are gathered, or whose gradients are reduced, where they are read.
         layers: how many leading dims of each parameter number layers.
+        regather: gathered parameters are meant to be gathered again in the backward pass.
     """
-    reads = [(path, read) for path in sorted(reduced, key=path_name) for read in found.uses[path].reads]
-    kept = [(path, read) for path, read in reads if path in gathered and read.loops and not read.remat]
-    often = [(path, read) for path, read in reads if read.loops > layers[path]]
-    return _note(
-        kept,
-        "are gathered in a layer loop without rematerialisation: all layers stay gathered until the backward pass; "
-        "wrap the loop's body in nnx.remat(…, policy=jzero.remat_policy('none')) to gather them again",
-    ) + _note(
-        often,
-        "are read in a loop inside their layer: their gradients are reduced in each of its iterations; "
-        "read them before it (w = layer.w[...])",
+    moved = [path for path, to in layouts.items() if to.moves]
+    across = [(path, raw.place) for path in moved for raw in found.uses[path].raw if raw.primitive == "transpose"]
+    reads = [(path, read) for path in moved if path not in hoisted for read in found.uses[path].reads]
+    kept = [
+        (path, read.place)
+        for path, read in reads
+        if regather and layouts[path].use_forward.moves and read.loops and not read.remat
+    ]
+    often = [(path, read.place) for path, read in reads if read.loops > layers[path]]
+    return (
+        *_note(
+            kept,
+            "are gathered in a layer loop without rematerialisation: all layers stay gathered until the backward pass; "
+            "wrap the loop's body in nnx.remat(…, policy=jzero.remat_policy('none')) to gather them again",
+        ),
+        *_note(
+            often,
+            "are read in a loop inside their layer: their gradients are reduced in each of its iterations; "
+            "read them before it (w = layer.w[...])",
+        ),
+        *_note(
+            across,
+            "are looped over along another dim than the first: they come into use for all layers at once; "
+            "stack layers along dim 0",
+        ),
     )
 
 
-def _note(reads: Sequence[tuple[Path, Read]], text: str) -> tuple[str, ...]:
-    if not reads:
+def _note(places: Sequence[tuple[Path, str]], text: str) -> tuple[str, ...]:
+    if not places:
         return ()
-    path, read = reads[0]
-    return (f"{len({p for p, _ in reads})} stacked parameters ({path_name(path)} at {read.place} …) {text}",)
+    path, place = places[0]
+    return (f"{len({p for p, _ in places})} stacked parameters ({path_name(path)} at {place} …) {text}",)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import flax
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
@@ -19,8 +20,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding
 
 _MARK = "jzero.read:"
-_LIBRARIES = tuple(str(Path(module).resolve().parent) for module in (jax.__file__, __file__))
-_MODELS = str(Path(__file__).resolve().parent / "models")
+_HERE = Path(__file__).resolve().parent
+_LIBRARIES = (_HERE, *(Path(str(module.__file__)).resolve().parent for module in (jax, flax)))
+_MODELS = _HERE / "models"
 
 
 class UnsupportedModelError(ValueError):
@@ -173,5 +175,6 @@ def _place(frames: Iterable[traceback.FrameSummary]) -> str:
 
 
 def _is_library(filename: str) -> bool:
-    in_flax = "flax" in Path(filename).parts
-    return not filename.startswith(_MODELS) and (filename.startswith(_LIBRARIES) or in_flax or "<" in filename)
+    path = Path(filename)
+    inside = any(path.is_relative_to(library) for library in _LIBRARIES)
+    return "<" in filename or (inside and not path.is_relative_to(_MODELS))

@@ -5,8 +5,9 @@ the specs that they hold the train state to.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,13 +19,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero import zero as zero_lib
-from jzero.gradients import Gradients
+from jzero.gradients import Gradients, rows_per_device
 from jzero.mesh import DATA_AXES, as_mesh
-from jzero.optim import optimizer
-from jzero.probe import LossFn, layer_dims, notes, probe
-from jzero.step import Metrics, TrainState, data_part, evaluate_step, init_state, rows_per_device, train_step
-from jzero.use import Template, abstract_template, value_of
-from jzero.zero import Layout, Leaf, Path, Whole, Zero
+from jzero.optim import with_master
+from jzero.probe import LossFn, Probe, hoisted, layer_dims, notes, probe
+from jzero.step import Metrics, TrainState, evaluate_step, init_state, train_step
+from jzero.template import Template, split_abstract, value_of
+from jzero.zero import Layout, Leaf, Path, Whole, Zero, data_part
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ class Precision:
 
     def __post_init__(self) -> None:
         for name, dtype in vars(self).items():
-            if dtype is not None and not _is_floating(dtype):
+            if not (_is_floating(dtype) or (name == "params" and dtype is None)):
                 raise ValueError(f"precision.{name}={dtype!r} is no floating-point dtype; use 'bfloat16' or 'float32'")
 
 
 def _is_floating(dtype: Any) -> bool:
     try:
-        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        return dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
     except TypeError:
         return False
 
@@ -88,7 +89,6 @@ class Run:
     whole: tuple[Whole, ...]
     notes: tuple[str, ...]
     micro_batches: int
-    _template: Template
     _gradients: Gradients
     _abstract_batch: Any
     _init: Callable[[], TrainState]
@@ -107,8 +107,8 @@ class Run:
             batch: tree of arrays [batch, ...] on the host or, better, from `put`.
 
         Returns:
-            The new state, and float32 scalars on the device: `loss` (exact mean), `grad_norm` (before clipping),
-            `weight`, `skipped`, `skipped_in_row`, and the sums that the loss function returned.
+            The new state, and scalars on the device: float32 `loss` (exact mean), `grad_norm` (before clipping),
+            `weight` and the sums that the loss function returned; int32 `skipped` and `skipped_in_row`.
 
         Raises:
             ValueError: a batch dim that the data-parallel devices times the microbatches do not divide, or a state that
@@ -129,7 +129,7 @@ class Run:
     def model(self, state: TrainState) -> nnx.Module:
         """The NNX module on the state's global arrays."""
         params = flatten_dict(state.params) | flatten_dict(state.frozen)
-        return self._template.merge(params, flatten_dict(state.model_state), {})
+        return self._gradients.template.merge(params, flatten_dict(state.model_state), {})
 
     def put(self, batch: Any) -> Any:
         """`batch` on the mesh, its first dim split over the data-parallel devices; does not wait."""
@@ -143,18 +143,19 @@ class Run:
             return {"step": self._step.lower(self.abstract_state, self._abstract_batch)}
 
     def at_rest_bytes(self) -> dict[str, int]:
-        """Bytes that one device holds between steps, by class; `grads` is what accumulation adds during one."""
+        """Bytes that one device holds between steps, by class."""
         state, specs, mesh = self.abstract_state, self.specs, self.mesh
-        grads = {path: slot.dtype for path, slot in self._gradients.slots.items()}
-        sizes = {
+        return {
             "params": _tree_bytes(state.params, specs.params, mesh),
             "frozen": _tree_bytes(state.frozen, specs.state.frozen, mesh),
             "opt_state": _tree_bytes(state.opt_state, specs.opt_state, mesh),
             "model_state": _tree_bytes(state.model_state, specs.state.model_state, mesh),
         }
-        params: dict[Path, Any] = flatten_dict(state.params)
-        like_grads = {path: jax.ShapeDtypeStruct(x.shape, grads[path]) for path, x in params.items()}
-        return sizes | {"grads": _tree_bytes(unflatten_dict(like_grads), specs.grads, mesh)}
+
+    def grads_bytes(self) -> int:
+        """Bytes of the gradients that one device accumulates during a step."""
+        slots, specs = self._gradients.slots, self._gradients.tp_specs
+        return sum(zero_lib.shard_bytes(x.shape, x.dtype, specs[path], self.mesh) for path, x in slots.items())
 
     def _evaluation_parts(self, rows: int) -> int:
         """Microbatches of an evaluation over `rows` rows a device: no more rows at a time than in training."""
@@ -189,6 +190,8 @@ def setup(
         micro_batches: forward-backward passes per step.
         clip_norm: largest global norm of the gradient, applied once, after accumulation.
         trainable: NNX filter of the parameters to train; other `nnx.Param`s are frozen.
+        precision: dtypes of parameters, accumulated gradients and reductions.
+        zero: over which axes, and what stays whole or gathered.
 
     Raises:
         ValueError: bad stage, mesh, batch, annotation, pattern.
@@ -196,100 +199,120 @@ def setup(
         UnsupportedModelError: the model does what cannot be sharded; names the place.
     """
     mesh = as_mesh(mesh)
-    _check_numbers(micro_batches, clip_norm)
-    rows = rows_per_device(batch, mesh, micro_batches)
-    with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
-        parts = abstract_template(model_fn, trainable)
-        variables = {**parts.trained, **parts.frozen}
-        abstract = {path: _at_rest(v, precision.params) for path, v in variables.items()}
-        state = {path: _abstract(value_of(v)) for path, v in parts.state.items()}
-        local = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), _device_dtype(x)), batch)
-        found = probe(parts, loss_fn, mesh, abstract, state, local)
-
-    tp_specs = {path: _tp_spec(path, v, mesh) for path, v in {**variables, **parts.state}.items()}
-    layers = {path: layer_dims(x.shape, found.uses[path]) for path, x in abstract.items()}
-    leaves = [Leaf(path, x.shape, layers[path], tp_specs[path], x.dtype.itemsize) for path, x in abstract.items()]
-    layouts, whole = zero_lib.layouts(leaves, stage, zero, mesh, precision.reduce, precision.grads)
+    _check_arguments(tx, micro_batches, clip_norm)
+    seen = _look(model_fn, loss_fn, trainable, mesh, batch, micro_batches, precision.params)
+    layouts, whole = zero_lib.layouts(seen.leaves(), stage, zero, mesh, precision.reduce, precision.grads)
     gradients = Gradients(
-        template=parts,
+        template=seen.template,
         loss_fn=loss_fn,
         layouts=layouts,
-        layers=layers,
-        slots={path: _slot(abstract[path], layouts[path], mesh, precision.grads) for path in parts.trained},
-        tp_specs=tp_specs,
-        hoisted=frozenset(),
-        changed=found.changed,
+        layers=seen.layers,
+        slots={path: _slot(x, layouts[path], mesh, precision.grads) for path, x in seen.trained().items()},
+        tp_specs=seen.tp_specs,
+        hoisted=seen.template.early | hoisted(seen.found.uses, seen.params, seen.layers, layouts),
+        changed=seen.found.changed,
         micro_batches=micro_batches,
         keep=not zero.regather,
-        sum_names=found.sum_names,
+        sum_names=seen.found.sum_names,
     )
-    gradients = replace(gradients, hoisted=gradients.hoisted_by(found.uses, abstract))
-    reduced = frozenset(path for path, to in layouts.items() if to.moves) - gradients.hoisted
-    gathered = frozenset(path for path in reduced if layouts[path].gathers)
-    said = notes(found, gathered, reduced, layers)
-    return _build(model_fn, gradients, tx, mesh, batch, trainable, clip_norm, abstract, state, whole, said)
-
-
-def _build(
-    model_fn: Callable[[], nnx.Module],
-    gradients: Gradients,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    batch: Any,
-    trainable: Any,
-    clip_norm: float | None,
-    abstract: Mapping[Path, jax.ShapeDtypeStruct],
-    state: Mapping[Path, Any],
-    whole: tuple[Whole, ...],
-    notes: tuple[str, ...],
-) -> Run:
-    parts, layouts = gradients.template, gradients.layouts
-    params = {path: abstract[path] for path in parts.trained}
-    frozen = {path: abstract[path] for path in parts.frozen}
-    update = optimizer(tx, unflatten_dict({path: x.dtype for path, x in params.items()}))
-
-    init = functools.partial(init_state, model_fn, parts, trainable, params, frozen, update)
+    optimizer = with_master(tx, unflatten_dict({path: x.dtype for path, x in seen.trained().items()}))
+    limit = math.inf if clip_norm is None else clip_norm
+    init = functools.partial(init_state, model_fn, seen.template, trainable, seen.params, optimizer)
     with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
         shapes = jax.eval_shape(init)
-    places = {path: (x.shape, layouts[path].opt_state) for path, x in params.items()}
-    scalar = P()
-    state_specs = TrainState(
-        step=scalar,
-        params=unflatten_dict({path: layouts[path].params for path in params}),
-        frozen=unflatten_dict({path: layouts[path].params for path in frozen}),
-        model_state=unflatten_dict({path: gradients.tp_specs[path] for path in state}),
-        opt_state=zero_lib.opt_state_specs(shapes.opt_state, places),
-        skipped=scalar,
-        skipped_in_row=scalar,
+
+    specs = _specs(seen, layouts, shapes)
+    shardings, rows = (jax.tree.map(functools.partial(NamedSharding, mesh), s) for s in (specs.state, P(DATA_AXES)))
+    step, evaluate = (
+        functools.partial(train_step, gradients, optimizer, mesh, limit),
+        functools.partial(evaluate_step, gradients, mesh),
     )
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs)
-    abstract_state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    rows = NamedSharding(mesh, P(DATA_AXES))
-    evaluate = functools.partial(evaluate_step, gradients, mesh)
     return Run(
         mesh=mesh,
-        specs=Specs(
-            params=state_specs.params,
-            grads=unflatten_dict({path: layouts[path].grads for path in params}),
-            opt_state=state_specs.opt_state,
-            state=state_specs,
-        ),
-        abstract_state=abstract_state,
+        specs=specs,
+        abstract_state=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
         whole=whole,
-        notes=notes,
-        micro_batches=gradients.micro_batches,
-        _template=parts,
+        notes=notes(seen.found, seen.layers, layouts, gradients.hoisted, regather=zero.regather),
+        micro_batches=micro_batches,
         _gradients=gradients,
         _abstract_batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _device_dtype(x), sharding=rows), batch),
         _init=jax.jit(init, out_shardings=shardings),
         _step=jax.jit(
-            functools.partial(train_step, gradients, update, mesh, clip_norm),
+            step,
             in_shardings=(shardings, rows),
             out_shardings=(shardings, NamedSharding(mesh, P())),
             donate_argnums=0,
         ),
         _evaluate=jax.jit(evaluate, static_argnums=2, in_shardings=(shardings, rows)),
     )
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A model as it was looked at; no array of it was made.
+
+    Attributes:
+        template: the model without its arrays.
+        params, state: path -> shape and dtype, at rest.
+        tp_specs: what tensor parallelism takes, of both.
+        found: what the loss does with it.
+        layers: how many leading dims of each parameter number layers.
+    """
+
+    template: Template
+    params: Mapping[Path, jax.ShapeDtypeStruct]
+    state: Mapping[Path, jax.ShapeDtypeStruct]
+    tp_specs: Mapping[Path, P]
+    found: Probe
+    layers: Mapping[Path, int]
+
+    def leaves(self) -> list[Leaf]:
+        return [
+            Leaf(path, x.shape, self.layers[path], self.tp_specs[path], x.dtype.itemsize)
+            for path, x in self.params.items()
+        ]
+
+    def trained(self) -> dict[Path, jax.ShapeDtypeStruct]:
+        return {path: self.params[path] for path in self.template.trained}
+
+
+def _look(
+    model_fn: Callable[[], nnx.Module],
+    loss_fn: LossFn,
+    trainable: Any,
+    mesh: Mesh,
+    batch: Any,
+    micro_batches: int,
+    dtype: str | None,
+) -> _Seen:
+    rows = rows_per_device(batch, mesh, micro_batches)
+    with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
+        template = split_abstract(model_fn, trainable)
+        variables = {**template.trained, **template.frozen}
+        params = {path: _at_rest(v, dtype) for path, v in variables.items()}
+        state = {path: _abstract(value_of(v)) for path, v in template.state.items()}
+        local = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), _device_dtype(x)), batch)
+        tp_specs = {path: _tp_spec(path, v, mesh) for path, v in {**variables, **template.state}.items()}
+        found = probe(template, loss_fn, mesh, params, state, local)
+    layers = {path: layer_dims(x.shape, found.uses[path]) for path, x in params.items()}
+    return _Seen(template, params, state, tp_specs, found, layers)
+
+
+def _specs(seen: _Seen, layouts: Mapping[Path, Layout], shapes: TrainState) -> Specs:
+    trained, frozen = seen.template.trained, seen.template.frozen
+    places = {path: (x.shape, layouts[path].opt_state) for path, x in seen.trained().items()}
+    params = unflatten_dict({path: layouts[path].params for path in trained})
+    opt_state = zero_lib.opt_state_specs(shapes.opt_state, places)
+    state = TrainState(
+        step=P(),
+        params=params,
+        frozen=unflatten_dict({path: layouts[path].params for path in frozen}),
+        model_state=unflatten_dict({path: seen.tp_specs[path] for path in seen.state}),
+        opt_state=opt_state,
+        skipped=P(),
+        skipped_in_row=P(),
+    )
+    return Specs(params, unflatten_dict({path: layouts[path].grads for path in trained}), opt_state, state)
 
 
 def _at_rest(variable: Any, dtype: str | None) -> jax.ShapeDtypeStruct:
@@ -327,11 +350,13 @@ def _check_alive(state: TrainState) -> None:
         )
 
 
-def _check_numbers(micro_batches: int, clip_norm: float | None) -> None:
+def _check_arguments(tx: Any, micro_batches: Any, clip_norm: Any) -> None:
+    if not hasattr(tx, "init") or not hasattr(tx, "update"):
+        raise TypeError(f"tx must be an optax transformation, such as optax.adamw(1e-3); got {tx!r}")
     if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"micro_batches={micro_batches} must be a whole number, at least 1")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm={clip_norm} must be positive; None does not clip")
+        raise ValueError(f"micro_batches={micro_batches!r} must be a whole number, at least 1")
+    if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
+        raise ValueError(f"clip_norm={clip_norm!r} must be a positive number; None does not clip")
 
 
 def _tree_bytes(shapes: Any, specs: Any, mesh: Mesh) -> int:

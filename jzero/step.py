@@ -18,12 +18,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero.collectives import Identity
-from jzero.gradients import Gradients
-from jzero.mesh import DATA_AXES, data_size
+from jzero.collectives import over_data
+from jzero.gradients import Gradients, rows_per_device
+from jzero.mesh import DATA_AXES
 from jzero.optim import Optimizer
-from jzero.use import Template, template, value_of
-from jzero.zero import Layout, Path, path_name
+from jzero.template import Template, split_model, value_of
+from jzero.zero import Layout, Path, data_part, path_name
 
 Metrics = dict[str, jax.Array]
 
@@ -56,24 +56,28 @@ class TrainState:
 
 
 def train_step(
-    gradients: Gradients, update: Optimizer, mesh: Mesh, clip_norm: float | None, state: TrainState, batch: Any
+    gradients: Gradients, optimizer: Optimizer, mesh: Mesh, clip_norm: float, state: TrainState, batch: Any
 ) -> tuple[TrainState, Metrics]:
-    """Gradients, one division by the total weight, one clip, one update, and the way back to rest."""
+    """Gradients, one division by the total weight, one clip, one update, and the way back to rest.
+
+    Args:
+        clip_norm: largest global norm of the gradient; infinite for none.
+    """
     layouts = {path: gradients.layouts[path] for path in gradients.slots}
 
-    grads, sums, model_state = _per_device(gradients, mesh)(
+    summed = {path: data_part(to.opt_state) for path, to in layouts.items()}
+    grads, sums, model_state = over_data(gradients, mesh, _at_rest_specs(gradients), (summed, P(), P()))(
         flatten_dict(state.params), flatten_dict(state.frozen), flatten_dict(state.model_state), batch
     )
     grads = _constrain(jax.tree.map(lambda g: g / sums["weight"], grads), layouts, mesh)
     loss, norm = sums["loss"] / sums["weight"], optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-    if clip_norm is not None:
-        scale = jnp.minimum(1.0, clip_norm / norm)
-        grads = jax.tree.map(lambda g: g * scale, grads)
+    scale = jnp.minimum(1.0, clip_norm / norm)
+    grads = jax.tree.map(lambda g: g * scale, grads)
 
     # The optimizer sees every array in the layout of its own state; `old` costs no traffic, it is a slice at most.
     old = unflatten_dict(_constrain(flatten_dict(state.params), layouts, mesh))
-    new, opt_state = update.update(unflatten_dict(grads), state.opt_state, old, loss)
+    new, opt_state = optimizer.update(unflatten_dict(grads), state.opt_state, old, loss)
     kept = (new, opt_state, unflatten_dict(model_state))
     new, opt_state, model_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old), kept, (old, state.opt_state, state.model_state)
@@ -99,66 +103,53 @@ def evaluate_step(gradients: Gradients, mesh: Mesh, state: TrainState, batch: An
     rows = rows_per_device(batch, mesh, micro_batches)
     local = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
     gradients = gradients.for_evaluation(mesh, params | frozen, model_state, local)
-    rest = {path: data_part(layout.params) for path, layout in gradients.layouts.items()}
-    sums = jax.shard_map(
-        functools.partial(gradients.evaluate, micro_batches=micro_batches),
-        mesh=mesh,
-        axis_names=set(DATA_AXES),
-        check_vma=False,
-        out_specs=P(),
-        in_specs=({path: rest[path] for path in params}, {path: rest[path] for path in frozen}, P(), P(DATA_AXES)),
-    )(params, frozen, model_state, batch)
+    evaluate = functools.partial(gradients.evaluate, micro_batches=micro_batches)
+    sums = over_data(evaluate, mesh, _at_rest_specs(gradients), P())(params, frozen, model_state, batch)
     return {**sums, "loss": sums["loss"] / sums["weight"]}
 
 
 def init_state(
     model_fn: Callable[[], nnx.Module],
-    parts: Template,
+    template: Template,
     trainable: Any,
     params: Mapping[Path, jax.ShapeDtypeStruct],
-    frozen: Mapping[Path, jax.ShapeDtypeStruct],
-    update: Optimizer,
+    optimizer: Optimizer,
 ) -> TrainState:
     """A new train state, to be jitted with the shardings that it is born in.
 
     Args:
-        parts: the model as it was looked at.
-        params, frozen: path -> shape and dtype at rest.
+        template: the model as it was looked at.
+        params: path -> shape and dtype at rest, of trained and frozen parameters.
 
     Raises:
         ValueError: `model_fn` makes another model than that.
     """
     with nnx.use_eager_sharding(False):
-        born = template(model_fn(), trainable)
-    _check_same(parts, born)
+        born = split_model(model_fn(), trainable)
+    _check_same(template, born)
     values = unflatten_dict({path: jnp.asarray(value_of(v)) for path, v in born.trained.items()})
     zero = jnp.zeros((), jnp.int32)
+
+    def at_rest(path: Path, variable: Any) -> jax.Array:
+        return jnp.asarray(value_of(variable), params[path].dtype)
+
     return TrainState(
         step=zero,
-        params=unflatten_dict({path: jnp.asarray(value_of(born.trained[path]), x.dtype) for path, x in params.items()}),
-        frozen=unflatten_dict({path: jnp.asarray(value_of(born.frozen[path]), x.dtype) for path, x in frozen.items()}),
+        params=unflatten_dict({path: at_rest(path, v) for path, v in born.trained.items()}),
+        frozen=unflatten_dict({path: at_rest(path, v) for path, v in born.frozen.items()}),
         model_state=unflatten_dict({path: value_of(v) for path, v in born.state.items()}),
         # From the values as they were born, so a master is not rounded to the precision at rest.
-        opt_state=update.init(values),
+        opt_state=optimizer.init(values),
         skipped=zero,
         skipped_in_row=zero,
     )
 
 
-def _per_device(gradients: Gradients, mesh: Mesh) -> Callable[..., Any]:
-    layouts = gradients.layouts
-    rest = {path: data_part(layout.params) for path, layout in layouts.items()}
-    trained = {path: rest[path] for path in gradients.template.trained}
-    frozen = {path: rest[path] for path in gradients.template.frozen}
-    summed = {path: data_part(layouts[path].opt_state) for path in gradients.slots}
-    return jax.shard_map(
-        gradients,
-        mesh=mesh,
-        axis_names=set(DATA_AXES),
-        check_vma=False,
-        in_specs=(trained, frozen, P(), P(DATA_AXES)),
-        out_specs=(summed, P(), P()),
-    )
+def _at_rest_specs(gradients: Gradients) -> tuple[Any, Any, P, P]:
+    """How (trained parameters, frozen ones, model state, batch) enter the manual region."""
+    rest = {path: data_part(layout.params) for path, layout in gradients.layouts.items()}
+    template = gradients.template
+    return {path: rest[path] for path in template.trained}, {p: rest[p] for p in template.frozen}, P(), P(DATA_AXES)
 
 
 def _constrain(values: Mapping[Path, Any], layouts: Mapping[Path, Layout], mesh: Mesh) -> dict[Path, Any]:
@@ -173,48 +164,16 @@ def _publish(values: Mapping[Path, Any], layouts: Mapping[Path, Layout], mesh: M
 
     One region per leaf would do the same, but XLA of jaxlib 0.10 calls equal regions as one function and aborts on it.
     """
-    move = {path: x for path, x in values.items() if not isinstance(layouts[path].publish, Identity)}
-    if not move:
+    shards = {path: x for path, x in values.items() if layouts[path].publish.moves}
+    if not shards:
         return dict(values)
-    published = jax.shard_map(
+    published = over_data(
         lambda shards: {path: layouts[path].publish(x) for path, x in shards.items()},
-        mesh=mesh,
-        axis_names=set(DATA_AXES),
-        check_vma=False,
-        in_specs=({path: data_part(layouts[path].opt_state) for path in move},),
-        out_specs={path: data_part(layouts[path].params) for path in move},
-    )(move)
+        mesh,
+        ({path: data_part(layouts[path].opt_state) for path in shards},),
+        {path: data_part(layouts[path].params) for path in shards},
+    )(shards)
     return {**values, **published}
-
-
-def data_part(spec: P) -> P:
-    """What of a spec is sharded over the data-parallel axes, which are manual; the rest is the compiler's."""
-
-    def part(entry: Any) -> Any:
-        axes = entry if isinstance(entry, tuple) else (entry,)
-        return entry if set(axes) <= set(DATA_AXES) else None
-
-    return P(*map(part, spec))
-
-
-def rows_per_device(batch: Any, mesh: Mesh, micro_batches: int) -> int:
-    """Rows of one microbatch on one device.
-
-    Raises:
-        ValueError: arrays without a common first dim, or one that devices times microbatches do not divide.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    sizes = {jax.tree_util.keystr(path): (x.shape[0] if getattr(x, "shape", ()) else None) for path, x in leaves}
-    if not sizes or None in sizes.values() or len(set(sizes.values())) != 1:
-        shown = ", ".join(f"{path}: {'none' if n is None else n}" for path, n in list(sizes.items())[:8])
-        raise ValueError(f"every leaf of a batch must be an array with the same first dim, the batch; got {shown}")
-    size, devices = next(iter(sizes.values())), data_size(mesh)
-    if not size or size % (devices * micro_batches):
-        raise ValueError(
-            f"a batch of {size} cannot be split over node x dp = {devices} devices into {micro_batches} microbatches: "
-            f"it must be a positive multiple of {devices} x {micro_batches} = {devices * micro_batches}"
-        )
-    return size // (devices * micro_batches)
 
 
 def _check_same(wanted: Template, born: Template) -> None:

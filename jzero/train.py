@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jzero import data, optim
 from jzero import mesh as meshes
 from jzero.config import Config, ConfigError, load, resolve, to_yaml
 from jzero.models.decoder import Decoder, DecoderConfig, layer_dims, next_token_loss
+from jzero.zero import ShardingError
 
 FAKE_DEVICES = 8
 IN_FLIGHT = 2  # steps dispatched beyond the one whose metrics are read
@@ -101,8 +102,13 @@ def train(config: Config) -> None:
 
 
 def fit(
-    run: Any, state: Any, batches: Iterable[data.Batch], evals: Sequence[data.Batch], config: Config, journal: "Journal"
-) -> Any:
+    run: jzero.Run,
+    state: jzero.TrainState,
+    batches: Iterable[data.Batch],
+    evals: Sequence[data.Batch],
+    config: Config,
+    journal: "Journal",
+) -> jzero.TrainState:
     """The loop: dispatches steps, and reads the metrics of a step when later ones are on their way.
 
     Returns:
@@ -119,7 +125,7 @@ def fit(
     return state
 
 
-def evaluate(run: Any, state: Any, evals: Sequence[data.Batch]) -> tuple[float, float]:
+def evaluate(run: jzero.Run, state: jzero.TrainState, evals: Sequence[data.Batch]) -> tuple[float, float]:
     """(loss per token in nats, number of tokens) over all batches: the sum of losses over the sum of weights."""
     results = [run.evaluate(state, run.put(batch)) for batch in evals]
     weights = [float(r["weight"]) for r in results]
@@ -127,7 +133,7 @@ def evaluate(run: Any, state: Any, evals: Sequence[data.Batch]) -> tuple[float, 
     return (sum(losses) / sum(weights), sum(weights)) if evals else (math.nan, 0.0)
 
 
-def make_run(config: Config, mesh: jax.sharding.Mesh, schedule: optax.Schedule) -> Any:
+def make_run(config: Config, mesh: jax.sharding.Mesh, schedule: optax.Schedule) -> jzero.Run:
     """The ZeRO run that a resolved config describes; no array is made."""
     precision, dtype = config.precision, config.precision.params
     # Made in float32 whatever the precision, so that the masters are not rounded; `setup` brings them to rest.
@@ -155,7 +161,7 @@ def make_run(config: Config, mesh: jax.sharding.Mesh, schedule: optax.Schedule) 
             precision=jzero.Precision(params=dtype, grads=precision.grads, reduce=precision.reduce),
             zero=jzero.Zero(**config.zero.model_dump()),
         )
-    except ValueError as error:  # a pattern that matches nothing, a size that tp does not divide
+    except ShardingError as error:  # a pattern that matches nothing, axes of one device
         raise ConfigError(str(error)) from error
 
 
@@ -337,7 +343,7 @@ class Journal:
         print(json.dumps(finite), file=self._file, flush=True)
 
 
-def describe(config: Config, run: Any) -> list[str]:
+def describe(config: Config, run: jzero.Run) -> list[str]:
     """The run before its first step: mesh, parameters, bytes of one device at rest, and what stayed whole."""
     at_rest = run.at_rest_bytes()
     micro = config.micro_batch or 1
@@ -346,13 +352,14 @@ def describe(config: Config, run: Any) -> list[str]:
         f"stage {config.stage} on mesh {config.mesh} ({jax.device_count()} x {jax.devices()[0].device_kind})",
         f"model: {_parameters(run):,} parameters in {config.precision.params}; {sequences}",
         f"at rest per device: {_mib(sum(at_rest.values()))}, of which "
-        + ", ".join(f"{name} {_mib(size)}" for name, size in at_rest.items()),
+        + ", ".join(f"{name} {_mib(size)}" for name, size in at_rest.items() if size)
+        + f"; gradients add {_mib(run.grads_bytes())} during a step",
     ]
     if run.whole:
         total = sum(leaf.nbytes for leaf in run.whole)
         lines.append(f"whole on every device: {len(run.whole)} leaves, {_mib(total)} of parameters")
         lines += [f"  {leaf.path} {tuple(leaf.shape)} {leaf.nbytes:,} bytes: {leaf.reason}" for leaf in run.whole]
-    return lines
+    return [*lines, *(f"note: {note}" for note in run.notes)]
 
 
 def describe_data(windows: data.Windows, held_out: data.Windows) -> str:
@@ -360,7 +367,7 @@ def describe_data(windows: data.Windows, held_out: data.Windows) -> str:
     return f"data: {len(windows):,} sequences of {windows.seq_len} bytes, {len(held_out):,} more held out"
 
 
-def _parameters(run: Any) -> int:
+def _parameters(run: jzero.Run) -> int:
     state = run.abstract_state
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((state.params, state.frozen)))
 

@@ -26,10 +26,14 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero.collectives import AllReduce, Cast, Collective, Gather, Identity, Scatter, Then
-from jzero.mesh import DATA_AXES, DP, NODE
+from jzero.collectives import AllReduce, Cast, Gather, Identity, Scatter, Then, Transition
+from jzero.mesh import DATA_AXES, DP, NODE, data_size
 
 Path = tuple[Any, ...]
+
+
+class ShardingError(ValueError):
+    """Sharding that cannot be had: names the leaf, its shape and the axis, or the setting, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ class Zero:
         persist_below: leaves with fewer elements than this, counted per layer, stay whole.
         replicate: shell-style patterns over leaf paths (``"*/norm/scale"``); what matches stays whole.
         regather: False keeps gathered parameters to the end of the backward pass instead of gathering them again
-            (FSDP's SHARD_GRAD_OP).
+            (FSDP's SHARD_GRAD_OP): in layers without rematerialisation and under the policies of `remat_policy`; a
+            plain `nnx.remat` keeps nothing.
     """
 
     axes: tuple[str, ...] = DATA_AXES
@@ -71,6 +76,8 @@ class Zero:
         for axis in self.axes:
             if axis not in DATA_AXES:
                 raise ValueError(f"zero.axes {self.axes}: {axis!r} is no data-parallel axis; they are {DATA_AXES}")
+        if not self.axes:
+            raise ValueError(f"zero.axes is empty: name {DATA_AXES} or one of them; stage 0 shards nothing")
         if isinstance(self.replicate, str):
             raise TypeError(f"zero.replicate must be a tuple of patterns, got the string {self.replicate!r}")
 
@@ -127,8 +134,6 @@ class Layout:
     Attributes:
         params, grads, opt_state: at rest on the (node, dp, tp) mesh.
         dim: the dim that ZeRO took, or None where the leaf stays whole.
-        axes: what `dim` is divided over.
-        replica_axes: data-parallel axes over which a finished gradient is still a partial sum.
         use_forward, use_backward: rest to use, gradient in use to the gradient spec; on one layer's tensor.
         finish: accumulated gradient to the optimizer state's spec, once per step.
         publish: updated parameter to rest, once per step.
@@ -138,21 +143,15 @@ class Layout:
     grads: P
     opt_state: P
     dim: int | None
-    axes: tuple[str, ...]
-    use_forward: Collective
-    use_backward: Collective
-    finish: Collective
-    publish: Collective
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the parameter in use is another tensor than at rest."""
-        return not isinstance(self.use_forward, Identity)
+    use_forward: Transition
+    use_backward: Transition
+    finish: Transition
+    publish: Transition
 
     @property
     def moves(self) -> bool:
         """Whether reading the parameter, or the gradient of that, takes a collective."""
-        return self.gathers or not isinstance(self.use_backward, Cast)
+        return self.use_forward.moves or self.use_backward.moves
 
 
 def path_name(path: Iterable[Hashable]) -> str:
@@ -182,36 +181,42 @@ def layout(
         reduce_dtype: in which gradients cross the network.
         grads_dtype: in which they are accumulated.
     """
-    row = STAGES[stage]
-    axes = zero.ordered_axes(mesh)
+    row, axes = STAGES[stage], zero.ordered_axes(mesh)
     shards = math.prod(mesh.shape[axis] for axis in axes)
     wants = row.opt_state and shards > 1
     reason = _reason_to_stay_whole(leaf, zero, axes, shards) if wants else None
     dim = shard_dim(leaf, shards) if wants and reason is None else None
     whole = Whole(leaf.name, leaf.shape, math.prod(leaf.shape) * leaf.bytes_per_element, reason) if reason else None
-
     split = leaf.tp_spec if dim is None else _with_axes(leaf.tp_spec, dim, axes)
     specs = {name: split if sharded else leaf.tp_spec for name, sharded in vars(row).items()}
-    layer_tp = P(*leaf.tp_spec[leaf.layer_dims :])
+    moves = _moves(leaf, row, dim, axes, mesh, reduce_dtype, grads_dtype)
+    return Layout(**specs, dim=dim, **moves), whole
+
+
+def _moves(
+    leaf: Leaf, row: Stage, dim: int | None, axes: tuple[str, ...], mesh: Mesh, reduce_dtype: str, grads_dtype: str
+) -> dict[str, Any]:
+    """The moves between the three specs of a leaf, of which ZeRO took `dim`."""
     to_grads, to_sum = Cast(grads_dtype), Cast("float32")
-    use_forward, use_backward, publish = Identity(), to_grads, Identity()
-    finish = to_sum
-    leftover = tuple(a for a in DATA_AXES if mesh.shape[a] > 1)
+    moves: dict[str, Any] = {
+        "use_forward": Identity(), "use_backward": to_grads, "finish": to_sum, "publish": Identity()
+    }  # fmt: skip
+    replicas = tuple(a for a in DATA_AXES if mesh.shape[a] > 1 and (dim is None or a not in axes))
     if dim is not None:
-        leftover = tuple(a for a in leftover if a not in axes)
+        in_layer, layer_tp = dim - leaf.layer_dims, P(*leaf.tp_spec[leaf.layer_dims :])
         if row.params:
-            use_forward = Gather(dim - leaf.layer_dims, axes, layer_tp)
+            moves["use_forward"] = Gather(in_layer, axes, layer_tp)
+        elif row.opt_state:
+            moves["publish"] = Gather(dim, axes, leaf.tp_spec)
         if row.grads:
-            use_backward = Then(Scatter(dim - leaf.layer_dims, axes, layer_tp, reduce_dtype), to_grads)
+            moves["use_backward"] = Then(Scatter(in_layer, axes, layer_tp, reduce_dtype), to_grads)
         else:
-            finish = Then(Scatter(dim, axes, leaf.tp_spec, reduce_dtype), to_sum)
-        if row.opt_state and not row.params:
-            publish = Gather(dim, axes, leaf.tp_spec)
-    if leftover:
-        finish = Then(finish, Then(AllReduce(leftover, leaf.tp_spec, reduce_dtype), to_sum))
-    return Layout(
-        **specs, dim=dim, axes=axes, use_forward=use_forward, use_backward=use_backward, finish=finish, publish=publish
-    ), whole
+            moves["finish"] = Then(Scatter(dim, axes, leaf.tp_spec, reduce_dtype), to_sum)
+    if replicas:
+        parts = 1 if dim is None else math.prod(mesh.shape[axis] for axis in axes)
+        all_reduce = AllReduce(replicas, leaf.tp_spec, reduce_dtype, parts)
+        moves["finish"] = Then(moves["finish"], Then(all_reduce, to_sum))
+    return moves
 
 
 def layouts(
@@ -220,13 +225,20 @@ def layouts(
     """`layout` for every leaf.
 
     Raises:
-        ValueError: an unknown stage, or a `zero.replicate` pattern that no leaf matches.
+        ShardingError: an unknown stage, axes of one device where there are more, or a `zero.replicate` pattern that no
+            leaf matches.
     """
     if stage not in STAGES:
-        raise ValueError(f"stage {stage!r} is not one of {', '.join(map(str, STAGES))}")
+        raise ShardingError(f"stage {stage!r} is not one of {', '.join(map(str, STAGES))}")
+    if STAGES[stage].opt_state and not zero.ordered_axes(mesh) and data_size(mesh) > 1:
+        sizes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in DATA_AXES)
+        raise ShardingError(
+            f"zero.axes {zero.axes} on a mesh of {sizes}: stage {stage} would shard over one device; "
+            f"name an axis of more, or take stage 0"
+        )
     for pattern in zero.replicate:
         if not any(fnmatch.fnmatchcase(leaf.name, pattern) for leaf in leaves):
-            raise ValueError(
+            raise ShardingError(
                 f"zero.replicate: no parameter matches {pattern!r}; the parameters are {_some(l.name for l in leaves)}"
             )
     pairs = {leaf.path: layout(leaf, stage, zero, mesh, reduce_dtype, grads_dtype) for leaf in leaves}
@@ -240,22 +252,24 @@ def tp_spec(names: Sequence[Any], shape: tuple[int, ...], path: Path, mesh: Mesh
         names: one per leading dim: an axis name, a tuple of them, or None.
 
     Raises:
-        ValueError: an axis that is not of the mesh, a data-parallel axis (sharding over those is the stage's choice),
+        ShardingError: an axis that is not of the mesh, a data-parallel axis (those are the stage's choice),
             more names than dims, an axis named twice, or a dim that it does not divide.  Names the leaf, its shape and
             the axis.
     """
     where = f"parameter {path_name(path)!r} of shape {shape}"
     if len(names) > len(shape):
-        raise ValueError(f"{where} is annotated with {len(names)} axes {tuple(names)}: one per dim at most")
+        raise ShardingError(f"{where} is annotated with {len(names)} axes {tuple(names)}: one per dim at most")
     by_dim = [_named_axes(entry, where, mesh) for entry in names]
     by_dim += [[]] * (len(shape) - len(names))
     named = [axis for axes in by_dim for axis in axes]
     for axis in named:
         if named.count(axis) > 1:
-            raise ValueError(f"{where} is annotated with {tuple(names)}: {axis!r} is named twice, it can split one dim")
+            raise ShardingError(
+                f"{where} is annotated with {tuple(names)}: {axis!r} is named twice, it can split one dim"
+            )
     for dim, axes in enumerate(by_dim):
         if axes and shape[dim] % mesh.shape[axes[0]]:
-            raise ValueError(
+            raise ShardingError(
                 f"{where}: dim {dim} of size {shape[dim]} is not a multiple of {axes[0]}={mesh.shape[axes[0]]}"
             )
     # Beside the data-parallel axes a mesh has tp alone, so no dim has two.
@@ -267,16 +281,26 @@ def _named_axes(entry: Any, where: str, mesh: Mesh) -> list[str]:
     axes = [axis for axis in (entry if isinstance(entry, tuple | list) else (entry,)) if axis is not None]
     for axis in axes:
         if axis in DATA_AXES:
-            raise ValueError(
+            raise ShardingError(
                 f"{where} is annotated with the data-parallel axis {axis!r}: the stage decides what is sharded "
                 f"over {DATA_AXES}; annotate tensor parallelism ('tp') only"
             )
         if axis not in mesh.shape:
-            raise ValueError(
+            raise ShardingError(
                 f"{where} is annotated with {axis!r}, which is no axis of the mesh {mesh.axis_names}; "
                 f"map logical names with Flax's logical_axis_rules or sharding_rules"
             )
     return [axis for axis in axes if mesh.shape[axis] > 1]
+
+
+def data_part(spec: P) -> P:
+    """What of a spec is sharded over the data-parallel axes, which are manual in a step; the rest is the compiler's."""
+
+    def part(entry: Any) -> Any:
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        return entry if set(axes) <= set(DATA_AXES) else None
+
+    return P(*map(part, spec))
 
 
 def opt_state_specs(abstract_opt_state: Any, params: Mapping[Path, tuple[tuple[int, ...], P]]) -> Any:

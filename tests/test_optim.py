@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero.mesh import AXES
-from jzero.optim import WithMaster, make_optimizer, make_schedule, optimizer
+from jzero.optim import WithMaster, make_optimizer, make_schedule, with_master
 from jzero.zero import opt_state_specs
 
 # ---- every optimizer ------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_an_accumulator_for_each_dim_of_a_parameter_belongs_to_the_parameter():
     ("born", "at_rest"), [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
 )
 def test_the_state_of_every_optimizer_is_float32_whatever_the_parameters_are(name, born, at_rest):
-    update = optimizer(build(name), jax.tree.map(lambda _: jnp.dtype(at_rest), values()))
+    update = with_master(build(name), jax.tree.map(lambda _: jnp.dtype(at_rest), values()))
     state = jax.eval_shape(update.init, values(born))
     narrow = {
         k: x for k, x in leaves_of(state).items() if jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype != "float32"
@@ -231,7 +231,7 @@ def test_an_update_keeps_the_state_s_shapes_and_dtypes(name):
     wide, narrow = values(), values("bfloat16")
     if name in NO_SCALARS:
         del wide["temperature"], narrow["temperature"]
-    update = optimizer(build(name), jax.tree.map(lambda x: x.dtype, narrow))
+    update = with_master(build(name), jax.tree.map(lambda x: x.dtype, narrow))
     state = jax.eval_shape(update.init, wide)
     after = jax.eval_shape(update.update, wide, state, narrow, jax.ShapeDtypeStruct((), "float32"))
     assert jax.tree.map(shape_and_dtype, after) == jax.tree.map(shape_and_dtype, (narrow, state))
@@ -240,7 +240,7 @@ def test_an_update_keeps_the_state_s_shapes_and_dtypes(name):
 @pytest.mark.parametrize("name", sorted(NEEDS_MORE))
 def test_an_optimizer_that_needs_more_is_rightly_left_out(name):
     def run():
-        update = optimizer(build(name), jax.tree.map(lambda x: x.dtype, values()))
+        update = with_master(build(name), jax.tree.map(lambda x: x.dtype, values()))
         state = jax.eval_shape(update.init, values())
         _, after = jax.eval_shape(update.update, values(), state, values(), jax.ShapeDtypeStruct((), "float32"))
         jax.tree.map(lambda *_: None, state, after)  # raises where their structures differ
@@ -252,7 +252,7 @@ def test_an_optimizer_that_needs_more_is_rightly_left_out(name):
 def test_a_master_starts_as_the_value_was_born_and_the_parameter_is_its_rounding():
     born = {"narrow": jnp.float32([1 + 2**-12, 3.0]), "wide": jnp.float32([1 + 2**-12])}
     dtypes = {"narrow": jnp.dtype("bfloat16"), "wide": jnp.dtype("float32")}
-    update = optimizer(optax.sgd(2.0**-12), dtypes)
+    update = with_master(optax.sgd(2.0**-12), dtypes)
     state = update.init(born)
     assert state.master["wide"] == optax.MaskedNode()  # a parameter that rests in float32 is its own master
     np.testing.assert_array_equal(state.master["narrow"], born["narrow"])
@@ -267,7 +267,7 @@ def test_a_master_starts_as_the_value_was_born_and_the_parameter_is_its_rounding
 
 
 def test_who_asks_for_the_loss_gets_it():
-    update = optimizer(optax.contrib.reduce_on_plateau(factor=0.5, patience=1), {"w": jnp.dtype("float32")})
+    update = with_master(optax.contrib.reduce_on_plateau(factor=0.5, patience=1), {"w": jnp.dtype("float32")})
     params = {"w": jnp.zeros(2)}
     state = update.init(params)
     for loss, best, scale in [(3.0, 3.0, 1.0), (2.0, 2.0, 1.0), (2.5, 2.0, 0.5), (2.5, 2.0, 0.25), (1.0, 1.0, 0.25)]:
@@ -276,7 +276,7 @@ def test_who_asks_for_the_loss_gets_it():
 
 
 def test_the_polyak_step_is_the_loss_over_the_squared_gradient():
-    update = optimizer(optax.polyak_sgd(max_learning_rate=100.0), {"w": jnp.dtype("float32")})
+    update = with_master(optax.polyak_sgd(max_learning_rate=100.0), {"w": jnp.dtype("float32")})
     params = {"w": jnp.float32([1.0, 1.0])}
     params, _ = update.update({"w": jnp.float32([3.0, 4.0])}, update.init(params), params, jnp.float32(50.0))
     np.testing.assert_allclose(params["w"], [1.0 - 2 * 3.0, 1.0 - 2 * 4.0])

@@ -12,9 +12,20 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jzero import zero as zero_lib
-from jzero.collectives import AllReduce, Cast, Collective, Gather, Identity, Scatter, Then
+from jzero.collectives import AllReduce, Cast, Gather, Identity, Scatter, Then, Transition
 from jzero.mesh import AXES
-from jzero.zero import Leaf, Whole, Zero, layout, layouts, opt_state_specs, shard_bytes, shard_dim, tp_spec
+from jzero.zero import (
+    Leaf,
+    ShardingError,
+    Whole,
+    Zero,
+    layout,
+    layouts,
+    opt_state_specs,
+    shard_bytes,
+    shard_dim,
+    tp_spec,
+)
 
 F32 = 4  # bytes
 EVERYWHERE = Zero()
@@ -123,7 +134,7 @@ def test_the_module_s_docstring_prints_the_table_that_runs():
         assert printed == [shown[spec] for spec in (got.params, got.grads, got.opt_state)]
 
 
-def moves(collective: Collective) -> list[tuple]:
+def moves(collective: Transition) -> list[tuple]:
     """Traffic of a collective, in order: (kind, axes, dim or dtype)."""
     match collective:
         case Then(first, second):
@@ -369,3 +380,21 @@ def test_state_of_a_parameter_is_placed_by_path_and_shape(path, shape, spec):
     counter, got = opt_state_specs((jax.ShapeDtypeStruct((), "int32"), state), PLACES)
     assert flatten_dict(got) == {path: spec}
     assert counter == P()
+
+
+@pytest.mark.parametrize(
+    ("axes", "mesh", "words"),
+    [
+        (("dp",), {"node": 8, "dp": 1}, "would shard over one device"),
+        (("node",), {"node": 1, "dp": 8}, "would shard over one device"),
+    ],
+)
+def test_a_stage_that_would_shard_nothing_is_refused(axes, mesh, words):
+    with pytest.raises(ShardingError, match=words):
+        layouts([leaf_of(64, 64)], 3, Zero(axes=axes), mesh_of(**mesh), "float32", "float32")
+    assert layouts([leaf_of(64, 64)], 0, Zero(axes=axes), mesh_of(**mesh), "float32", "float32")[1] == ()
+
+
+def test_no_axes_are_refused():
+    with pytest.raises(ValueError, match=r"zero\.axes is empty"):
+        Zero(axes=())

@@ -35,7 +35,8 @@ def main() -> None:
     for stage in range(4):
         (run, program), (_, narrow) = (compiled(args, mesh, stage, reduce) for reduce in ("float32", "bfloat16"))
         rest, temporaries = run.at_rest_bytes(), hlo.memory(program).temp_bytes
-        sizes = "".join(f"{rest[name] / 1e9:>10.2f}" for name in ("params", "opt_state", "grads"))
+        held = (rest["params"], rest["opt_state"], run.grads_bytes())
+        sizes = "".join(f"{size / 1e9:>10.2f}" for size in held)
         sent = "".join(f"{per_parameter(run, p):>22.2f}" for p in (program, narrow))
         print(f"{stage:>5}{sizes}{temporaries / 1e9:>12.2f}{sent}")
 
