@@ -50,26 +50,26 @@ class Gpu:
       memory_bytes, l2_bytes: device memory and second-level cache.
       shared_bytes_per_block, shared_bytes_per_core: shared memory, opt-in limit of a block, and of a core.
       capability: CUDA compute capability, (major, minor).
-      hbm_gbps: memory bandwidth, 10^9 bytes per second.
+      hbm_gb_per_s: memory bandwidth, 10^9 bytes per second.
       clock_ghz: boost clock.
       bf16_tflops: dense 16-bit matrix throughput, 10^12 operations per second (fp16 where bf16 is not supported).
-      nvlink_gbps, pcie_gbps, nic_gbps: 10^9 bytes per second in one direction, per GPU; 0 where there is none.
+      nvlink_gb_per_s, pcie_gb_per_s, nic_gb_per_s: 10^9 bytes per second in one direction, per GPU; 0 where there is none.
     """
 
     name: str
     cores: int
     fpus_per_core: int
     memory_bytes: int
-    hbm_gbps: float
+    hbm_gb_per_s: float
     l2_bytes: int
     clock_ghz: float
     shared_bytes_per_block: int
     shared_bytes_per_core: int
     capability: tuple[int, int]
     bf16_tflops: float
-    nvlink_gbps: float
-    pcie_gbps: float
-    nic_gbps: float
+    nvlink_gb_per_s: float
+    pcie_gb_per_s: float
+    nic_gb_per_s: float
     threads_per_core: int = 2048
 
 
@@ -168,7 +168,7 @@ gpu_device_info {{
   core_count: {g.cores} fpus_per_core: {g.fpus_per_core} clock_rate_ghz: {g.clock_ghz}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: {round(g.hbm_gbps * 1e9)} l2_cache_size: {g.l2_bytes} device_memory_size: {g.memory_bytes}
+  memory_bandwidth: {round(g.hbm_gb_per_s * 1e9)} l2_cache_size: {g.l2_bytes} device_memory_size: {g.memory_bytes}
   cuda_compute_capability {{ major: {major} minor: {minor} }}
 }}
 platform_name: "CUDA"
