@@ -21,8 +21,8 @@ from pydantic.fields import FieldInfo
 
 from jzero import mesh
 
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+NonNegativeCount = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -115,7 +115,7 @@ class Zero(Section):
     axes: tuple[Literal["node", "dp"], ...] = Field(
         ("node", "dp"), strict=False, min_length=1, description="mesh axes the state is sharded over"
     )
-    persist_below: Whole = Field(0, description="parameters with fewer elements stay whole")
+    persist_below: NonNegativeCount = Field(0, description="parameters with fewer elements stay whole")
     replicate: tuple[str, ...] = Field((), strict=False, description="patterns of parameter paths that stay whole")
     regather: bool = Field(True, description="stage 3 gathers again for backward; false: keeps what forward gathered")
 

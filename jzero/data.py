@@ -55,8 +55,10 @@ def files_of(path: str | None, glob: str = "**/*") -> list[Path]:
         files, where = standard_library(), "the standard library of this Python"
     else:
         root, where = Path(path), f"data.path = {path}"
-        if not root.exists():
-            raise DataError(f"{where}: no such file or directory")
+        try:
+            root.stat()
+        except OSError as error:
+            raise DataError(f"{where}: {str(error.strerror).lower()}") from None
         files = _files(root, glob) if root.is_dir() else [root]
     if not files:
         raise DataError(f"{where}: no file matches {glob if path else '*.py'}")
@@ -64,7 +66,10 @@ def files_of(path: str | None, glob: str = "**/*") -> list[Path]:
 
 
 def _files(root: Path, glob: str) -> list[Path]:
-    found = [f for f in root.glob(glob) if f.is_file()]
+    try:
+        found = [f for f in root.glob(glob) if f.is_file()]
+    except (ValueError, NotImplementedError) as error:
+        raise DataError(f"data.glob = {glob}: {error}") from None
     shown = [f for f in found if not any(part.startswith(".") for part in f.relative_to(root).parts)]
     return sorted(shown, key=lambda f: f.relative_to(root).as_posix())
 

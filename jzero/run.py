@@ -344,9 +344,9 @@ def _tp_spec(path: Path, variable: Any, mesh: Mesh) -> P:
 
 def _check_alive(state: TrainState) -> None:
     # Not left to JAX: version 0.10 crashes on the second use of a donated array.
-    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
         raise ValueError(
-            "this train state was given to an earlier step, which reused its memory: use what step returned"
+            "part of this train state was given to an earlier step, which reused its memory: use what step returned"
         )
 
 

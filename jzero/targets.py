@@ -53,7 +53,8 @@ class Gpu:
       hbm_gb_per_s: memory bandwidth, 10^9 bytes per second.
       clock_ghz: boost clock.
       bf16_tflops: dense 16-bit matrix throughput, 10^12 operations per second (fp16 where bf16 is not supported).
-      nvlink_gb_per_s, pcie_gb_per_s, nic_gb_per_s: 10^9 bytes per second in one direction, per GPU; 0 where there is none.
+      nvlink_gb_per_s, pcie_gb_per_s, nic_gb_per_s: 10^9 bytes per second in one direction, per GPU; 0 where there is
+        none.
     """
 
     name: str

@@ -31,6 +31,7 @@ from jzero.models.decoder import Decoder, DecoderConfig, layer_dims, next_token_
 from jzero.zero import ShardingError
 
 FAKE_DEVICES = 8
+_LR_BLOCK = 4096  # learning rates computed at a time
 IN_FLIGHT = 2  # steps dispatched beyond the one whose metrics are read
 
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         train(load(sys.argv[1:] if argv is None else argv))
     except (ConfigError, data.DataError) as error:
         return _say(error, 2)
-    except RunError as error:
+    except (RunError, OSError) as error:  # OSError: a full disk, data that is gone
         return _say(error, 1)
     except KeyboardInterrupt:
         return _say("interrupted", 130)
@@ -62,7 +63,7 @@ def train(config: Config) -> None:
     Raises:
         ConfigError: a setting that cannot be honoured; nothing is written.
         DataError: data that cannot be trained on; nothing is written.
-        RunError: too many steps in a row had a non-finite gradient.
+        RunError: too many steps in a row had a non-finite gradient, or the run ended without a finite loss.
     """
     # Settings and devices.
     start_cpu_devices()
@@ -91,7 +92,7 @@ def train(config: Config) -> None:
     # From here on the run leaves traces.
     run_dir = make_run_dir(config.run.dir)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(run_dir)})})
-    (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    claim(run_dir, to_yaml(config))
     print("\n".join([*describe(config, run), describe_data(windows, held_out), f"files: {run_dir}"]), flush=True)
 
     state = run.init()
@@ -99,6 +100,7 @@ def train(config: Config) -> None:
         journal.evaluated(0, evaluate(run, state, evals))
         fit(run, state, batches, evals, config, journal)
     print(journal.summary())
+    journal.check()
 
 
 def fit(
@@ -196,6 +198,10 @@ def check_run_dir(name: str | None) -> None:
         ConfigError: it holds a run, is not a directory, or cannot be written.
     """
     path = Path(name or "runs").absolute()
+    try:
+        path.exists()
+    except OSError as error:
+        raise ConfigError(f"run.dir = {name}: {error.strerror}") from None
     held = [f for f in ("config.yaml", "metrics.jsonl", "checkpoints") if name and (path / f).exists()]
     if held:
         raise ConfigError(f"run.dir = {name}: already holds a run ({', '.join(held)}); name a new directory")
@@ -223,6 +229,19 @@ def make_run_dir(name: str | None) -> Path:
         except OSError as error:
             raise ConfigError(f"run.dir = {path}: {error.strerror}") from None
     raise ConfigError(f"run.dir = {names[0]}: is taken, and so are {len(names) - 1} like it")
+
+
+def claim(run_dir: Path, resolved: str) -> None:
+    """Writes config.yaml, which makes the directory this run's and nobody else's.
+
+    Raises:
+        ConfigError: another run was quicker.
+    """
+    try:
+        with (run_dir / "config.yaml").open("x", encoding="utf-8") as file:
+            file.write(resolved)
+    except FileExistsError:
+        raise ConfigError(f"run.dir = {run_dir}: another run has just started there; name a new directory") from None
 
 
 # What the run says.
@@ -270,8 +289,8 @@ class Journal:
 
     def __init__(self, path: Path, config: Config, schedule: optax.Schedule) -> None:
         self._config = config
-        # On the host and all at once: a value computed on the devices would wait there behind the steps under way.
-        self._lr = np.asarray(jax.vmap(schedule)(jnp.arange(config.steps)))
+        self._schedule = jax.jit(jax.vmap(schedule))
+        self._lr = np.zeros(0)
         self._tokens_per_step = config.batch_size * config.data.seq_len
         self._file = path.open("x", encoding="utf-8")
         quiet = 0.1 if sys.stderr.isatty() else 15.0
@@ -295,7 +314,7 @@ class Journal:
             RunError: `optim.max_skipped` steps in a row were skipped.
         """
         for step, metrics in steps:
-            lr = self._lr[step - 1 - self._skipped].item()  # the schedule does not move on a skipped step
+            lr = self._lr_of(step - 1 - self._skipped)  # the schedule does not move on a skipped step
             self._skipped += bool(metrics["skipped_in_row"])
             failed = metrics["skipped_in_row"] >= self._config.optim.max_skipped
             if failed or step in (1, self._config.steps) or step % self._config.log.every == 0:
@@ -326,6 +345,24 @@ class Journal:
         if self._evals:
             lines.append(f"held-out loss: {self._evals[0][1]:.4f} -> {self._evals[-1][1]:.4f} nats per token")
         return "\n".join(lines)
+
+    def check(self) -> None:
+        """Whether the run came to anything.
+
+        Raises:
+            RunError: all steps were skipped, or the last held-out loss is not finite.
+        """
+        if self._skipped == self._config.steps:
+            raise RunError(f"all {self._skipped} steps were skipped: no gradient was finite")
+        if self._evals and not math.isfinite(self._evals[-1][1]):
+            raise RunError(f"the held-out loss after step {self._evals[-1][0]} is {self._evals[-1][1]}")
+
+    def _lr_of(self, update: int) -> float:
+        # Many at a time: a value that the devices compute waits there behind the steps under way.
+        block, i = divmod(update, _LR_BLOCK)
+        if not self._lr.size or i == 0:
+            self._lr = np.asarray(self._schedule(block * _LR_BLOCK + jnp.arange(_LR_BLOCK)))
+        return self._lr[i].item()
 
     def _log(self, step: int, lr: float, metrics: Mapping[str, float]) -> None:
         now = time.perf_counter()

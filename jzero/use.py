@@ -130,18 +130,20 @@ def in_use(variable_type: type[nnx.Variable]) -> type[nnx.Variable]:
     """A Variable of the same type whose value, however it is read, is the parameter in use.
 
     Its raw value is what its move (in the metadata) takes to the value in use.  Everything that reads a Variable
-    (calls, slices, operators, attributes such as `.T`) goes through `get_value` or `__getattr__`.
+    (calls, slices, operators, attributes such as `.T`) goes through `get_value` or `__getattr__`; these ask a Variable
+    of the model's own type that holds the value in use, so whatever that type does to a value is done.
     """
 
     class InUse(variable_type):  # type: ignore[misc, valid-type]
-        __slots__ = ("_known_in_use",)
+        __slots__ = ("_known_whole",)
 
-        def get_value(self, *, index: Any = ...) -> Any:
-            value = _value_in_use(self)
-            return value if index is ... else value[index]
+        def get_value(self, **how: Any) -> Any:
+            return _whole(self, variable_type).get_value(**how)
 
         def __getattr__(self, name: str) -> Any:
-            return self.get_metadata(name) if self.has_metadata(name) else getattr(self.get_value(), name)
+            if self.has_metadata(name):
+                return self.get_metadata(name)
+            return getattr(_whole(self, variable_type), name)
 
         def set_value(self, value: Any, *, index: Any = ...) -> None:  # noqa: ARG002 (as in Flax)
             raise UnsupportedModelError(
@@ -157,15 +159,20 @@ def with_move(variable: nnx.Variable, raw: Any, move: Callable[[Any], jax.Array]
     return in_use(type(variable)).from_metadata(raw, {**variable.get_metadata(), _USE: move, _NAME: name})
 
 
-def _value_in_use(variable: nnx.Variable) -> jax.Array:
-    """The value in use, moved once per trace: a tied table that is read twice is gathered once."""
+def _whole(variable: nnx.Variable, variable_type: type[nnx.Variable]) -> nnx.Variable:
+    """The Variable as the model made it, holding the value in use.
+
+    It is moved once per trace: a tied table that is read twice is gathered once.
+    """
     raw, trace = variable.get_raw_value(), get_opaque_trace_state(convention="nnx")
     try:
-        known = object.__getattribute__(variable, "_known_in_use")
+        known = object.__getattribute__(variable, "_known_whole")
         if known[0] is raw and known[1] == trace:
             return known[2]
     except AttributeError:
         pass
-    value = variable.get_metadata(_USE)(raw)
-    object.__setattr__(variable, "_known_in_use", (raw, trace, value))
-    return value
+    metadata = variable.get_metadata()
+    move = metadata.pop(_USE)
+    whole = variable_type.from_metadata(move(raw), metadata)
+    object.__setattr__(variable, "_known_whole", (raw, trace, whole))
+    return whole

@@ -271,3 +271,10 @@ def test_a_device_count_in_xla_flags_is_respected(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert "3 devices" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_belongs_to_the_run_that_was_quicker(tmp_path):
+    train.claim(tmp_path, "seed: 1\n")
+    with pytest.raises(ConfigError, match="another run has just started there"):
+        train.claim(tmp_path, "seed: 2\n")
+    assert (tmp_path / "config.yaml").read_text() == "seed: 1\n"
