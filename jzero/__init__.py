@@ -5,6 +5,7 @@ state = run.init()
 state, metrics = run.step(state, batch)
 """
 
+from jzero import hlo, targets
 from jzero.mesh import make_mesh
 from jzero.reads import UnsupportedModelError
 from jzero.run import Precision, Run, Specs, setup
@@ -20,7 +21,9 @@ __all__ = [
     "UnsupportedModelError",
     "Whole",
     "Zero",
+    "hlo",
     "make_mesh",
     "remat_policy",
     "setup",
+    "targets",
 ]

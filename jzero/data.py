@@ -5,9 +5,9 @@ cut into equal spans, at most 64; the last `eval_fraction` of each span is held 
 everywhere and no byte is in both parts.  A sequence is a window of seq_len + 1 bytes; windows of one piece overlap by
 one byte, so that every byte is predicted once per epoch and no more.
 
-Held out means held out by position.  Text that repeats itself is in both parts: of the standard library's held-out
-windows one in seven has its middle 64 bytes verbatim in the training part (code pages, boilerplate), and a model's loss
-is lower there.  Compare models on this split with each other, not with results on other text.
+Held out means held out by position.  Text that repeats itself is in both parts: some of the standard library's
+held-out windows stand verbatim in the training part (code pages, boilerplate), and a model's loss is lower there.
+Compare models on this split with each other, not with results on other text.
 
 Batch k of training holds the samples k * batch_size … of an endless stream of epochs, each epoch a permutation of all
 windows drawn from (seed, epoch).  Nothing else enters: not the mesh, not the number of processes, not the batches read

@@ -21,8 +21,9 @@ from pathlib import Path
 import numpy as np
 from jax.experimental import topologies
 
-# The plugin would compare the installed CUDA libraries with a driver, and there is none. It does so when JAX starts its
-# backends, once; only an absent driver makes the check pointless, so a machine with GPUs keeps it.
+# The plugin would compare the installed CUDA libraries with a driver, fail where there is none, and log a traceback
+# that looks like a crash. It does so when JAX starts its backends, once; so this stands where `import jzero` passes.
+# Only an absent driver makes the check pointless: a machine with GPUs keeps it.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 

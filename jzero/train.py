@@ -174,9 +174,6 @@ def start_cpu_devices() -> None:
     """
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in os.environ:
         return
-    if not Path("/dev/nvidiactl").exists():
-        # The aot extra brings a CUDA plugin that, with no GPU to be found, logs the traceback of its version check.
-        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         jax.config.update("jax_num_cpu_devices", FAKE_DEVICES)
     except RuntimeError:
@@ -294,7 +291,7 @@ class Journal:
         self._tokens_per_step = config.batch_size * config.data.seq_len
         self._file = path.open("x", encoding="utf-8")
         quiet = 0.1 if sys.stderr.isatty() else 15.0
-        self._bar = tqdm(total=config.steps, unit="step", dynamic_ncols=True, mininterval=quiet)
+        self._bar = tqdm(total=config.steps, unit="step", desc="compiling", dynamic_ncols=True, mininterval=quiet)
         self._skipped = 0
         self._evals: list[tuple[int, float]] = []
         self._start = self._clock = time.perf_counter()
@@ -319,6 +316,7 @@ class Journal:
             failed = metrics["skipped_in_row"] >= self._config.optim.max_skipped
             if failed or step in (1, self._config.steps) or step % self._config.log.every == 0:
                 self._log(step, lr, metrics)
+            self._bar.set_description("training", refresh=False)
             self._bar.update()
             self._bar.set_postfix(loss=f"{metrics['loss']:.3f}", refresh=False)
             if failed:
@@ -383,8 +381,8 @@ class Journal:
 def describe(config: Config, run: jzero.Run) -> list[str]:
     """The run before its first step: mesh, parameters, bytes of one device at rest, and what stayed whole."""
     at_rest = run.at_rest_bytes()
-    micro = config.micro_batch or 1
-    sequences = f"batch of {config.batch_size} x {config.data.seq_len} tokens, {micro} sequences per device at a time"
+    parts = f"{run.micro_batches} microbatches" if run.micro_batches > 1 else "one microbatch"
+    sequences = f"{config.batch_size} sequences of {config.data.seq_len} tokens a step, in {parts}"
     lines = [
         f"stage {config.stage} on mesh {config.mesh} ({jax.device_count()} x {jax.devices()[0].device_kind})",
         f"model: {_parameters(run):,} parameters in {config.precision.params}; {sequences}",

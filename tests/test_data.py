@@ -187,7 +187,9 @@ def test_a_held_out_part_smaller_than_a_batch_is_refused(windows):
         data.eval_batches(windows, 1001, 1)
 
 
-@pytest.mark.parametrize(("path", "glob", "words"), [("a" * 300, "*", "name too long"), (".", "/*", "data.glob = /\\*")])
+@pytest.mark.parametrize(
+    ("path", "glob", "words"), [("a" * 300, "*", "name too long"), (".", "/*", "data.glob = /\\*")]
+)
 def test_paths_and_patterns_that_cannot_be_are_refused(path, glob, words):
     with pytest.raises(DataError, match=words):
         data.files_of(path, glob)
