@@ -22,11 +22,18 @@ ROWS = [
     {"run", "hf"},
     {"offload", "checkpoint"},
     {""},
-    {"plan", "deepspeed"},
+    {"plan", "deepspeed", "journal"},
     {"train", "export", "generate"},
 ]
 ROW = {name: row for row, names in enumerate(ROWS) for name in names}
-READ_SETTINGS = {"plan", "deepspeed", "train", "export", "generate"}  # everybody else takes explicit arguments
+READ_SETTINGS = {
+    "plan",
+    "deepspeed",
+    "journal",
+    "train",
+    "export",
+    "generate",
+}  # everybody else takes explicit arguments
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(), str(path)) for path in FILES}

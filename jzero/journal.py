@@ -1,0 +1,158 @@
+"""What a run says while it trains: metrics on their way to the host, lines of metrics.jsonl, a progress bar."""
+
+import json
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+from jzero.config import Config
+
+_LR_BLOCK = 4096  # learning rates computed at a time
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on; the message is one line for the user."""
+
+
+class Waiting:
+    """Metrics on their way to the host.  Those of a step are read when `depth` later steps are dispatched.
+
+    Reading waits for the step to end; by then the devices have work for `depth` steps, so they never wait for the host,
+    and the host is never further ahead.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._steps: deque[tuple[int, Mapping[str, jax.Array]]] = deque()
+
+    def put(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+        """Starts the copy of a step's metrics, which may not be computed yet."""
+        for value in metrics.values():
+            value.copy_to_host_async()
+        self._steps.append((step, metrics))
+
+    def ready(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """(step, metrics) of the steps that are `depth` behind, in order."""
+        while len(self._steps) > self._depth:
+            yield self._read()
+
+    def rest(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """(step, metrics) of all steps; waits for the last."""
+        while self._steps:
+            yield self._read()
+
+    def _read(self) -> tuple[int, dict[str, float]]:
+        step, metrics = self._steps.popleft()
+        return step, {name: np.asarray(value).item() for name, value in metrics.items()}
+
+
+class Journal:
+    """What is written of a run: lines of metrics.jsonl and a progress bar.
+
+    A line of training has step, loss (nats per token), grad_norm (before clipping), lr, tokens (trained on so far),
+    tokens_per_s and step_s (seconds per step since the line before, evaluation not counted; the first line's include
+    compilation).  A line of evaluation has step, eval_loss and eval_tokens.  What is not finite is null.
+    """
+
+    def __init__(self, path: Path, config: Config, schedule: optax.Schedule) -> None:
+        self._config = config
+        self._schedule = jax.jit(jax.vmap(schedule))
+        self._lr = np.zeros(0)
+        self._tokens_per_step = config.batch_size * config.data.seq_len
+        self._file = path.open("x", encoding="utf-8")
+        quiet = 0.1 if sys.stderr.isatty() else 15.0
+        self._bar = tqdm(total=config.steps, unit="step", desc="compiling", dynamic_ncols=True, mininterval=quiet)
+        self._skipped = 0
+        self._evals: list[tuple[int, float]] = []
+        self._start = self._clock = time.perf_counter()
+        self._logged = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+        self._file.close()
+
+    def trained(self, steps: Iterable[tuple[int, dict[str, float]]]) -> None:
+        """Takes in the metrics of steps that ended.
+
+        Raises:
+            RunError: `optim.max_skipped` steps in a row were skipped.
+        """
+        for step, metrics in steps:
+            lr = self._lr_of(step - 1 - self._skipped)  # the schedule does not move on a skipped step
+            self._skipped += bool(metrics["skipped_in_row"])
+            failed = metrics["skipped_in_row"] >= self._config.optim.max_skipped
+            if failed or step in (1, self._config.steps) or step % self._config.log.every == 0:
+                self._log(step, lr, metrics)
+            self._bar.set_description("training", refresh=False)
+            self._bar.update()
+            self._bar.set_postfix(loss=f"{metrics['loss']:.3f}", refresh=False)
+            if failed:
+                raise RunError(
+                    f"step {step}: the gradient was not finite in {metrics['skipped_in_row']:.0f} steps in a row "
+                    f"(optim.max_skipped); try a lower optim.lr, a longer warm-up or precision.params = float32"
+                )
+
+    def evaluated(self, step: int, result: tuple[float, float]) -> None:
+        """Takes in an evaluation after `step`; one over no tokens leaves no trace."""
+        loss, tokens = result
+        if tokens:
+            self._write({"step": step, "eval_loss": loss, "eval_tokens": int(tokens)})
+            self._evals.append((step, loss))
+            self._bar.write(f"step {step}: held-out loss {loss:.4f} nats per token")
+        self._clock = time.perf_counter()
+
+    def summary(self) -> str:
+        """The run in two lines."""
+        tokens, seconds = self._config.steps * self._tokens_per_step, time.perf_counter() - self._start
+        lines = [
+            f"done: {self._config.steps} steps, {tokens:,} tokens in {seconds:.1f} s, {self._skipped} steps skipped"
+        ]
+        if self._evals:
+            lines.append(f"held-out loss: {self._evals[0][1]:.4f} -> {self._evals[-1][1]:.4f} nats per token")
+        return "\n".join(lines)
+
+    def check(self) -> None:
+        """Whether the run came to anything.
+
+        Raises:
+            RunError: all steps were skipped, or the last held-out loss is not finite.
+        """
+        if self._skipped == self._config.steps:
+            raise RunError(f"all {self._skipped} steps were skipped: no gradient was finite")
+        if self._evals and not math.isfinite(self._evals[-1][1]):
+            raise RunError(f"the held-out loss after step {self._evals[-1][0]} is {self._evals[-1][1]}")
+
+    def _lr_of(self, update: int) -> float:
+        # Many at a time: a value that the devices compute waits there behind the steps under way.
+        block, i = divmod(update, _LR_BLOCK)
+        if not self._lr.size or i == 0:
+            self._lr = np.asarray(self._schedule(block * _LR_BLOCK + jnp.arange(_LR_BLOCK)))
+        return self._lr[i].item()
+
+    def _log(self, step: int, lr: float, metrics: Mapping[str, float]) -> None:
+        now = time.perf_counter()
+        step_s = (now - self._clock) / (step - self._logged)
+        speed = {
+            "tokens": step * self._tokens_per_step,
+            "tokens_per_s": self._tokens_per_step / step_s,
+            "step_s": step_s,
+        }
+        self._write({"step": step, **metrics, "lr": lr, **speed})
+        self._clock, self._logged = now, step
+
+    def _write(self, line: Mapping[str, float]) -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in line.items()}
+        print(json.dumps(finite), file=self._file, flush=True)
