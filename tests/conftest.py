@@ -1,4 +1,4 @@
-"""Eight fake CPU devices for the whole suite, unless XLA_FLAGS already says how many."""
+"""Eight fake CPU devices for the whole suite, unless XLA_FLAGS already says how many; set before JAX is imported."""
 
 import os
 
@@ -10,11 +10,3 @@ os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The aot extra brings a CUDA plugin that finds no GPU here, on purpose; this keeps its checks quiet.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-
-import jax  # noqa: E402 (after the flags)
-import pytest  # noqa: E402
-
-
-@pytest.fixture(scope="session")
-def device_count() -> int:
-    return jax.device_count()
