@@ -8,9 +8,10 @@ import itertools
 
 import jax
 import numpy as np
+import one_device as single
 import optax
 import pytest
-from reference import assert_same, batches, decoder, recording, train, train_on_one_device
+from tiny_decoder import batches, decoder
 
 import jzero
 from jzero.models.decoder import next_token_loss
@@ -51,7 +52,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def one_device(data):
-    return {scan: train_on_one_device(decoder(scan=scan), optax.adamw(1e-3), data) for scan in SCANS}
+    return {scan: single.one_device(decoder(scan=scan), next_token_loss, optax.adamw(1e-3), data) for scan in SCANS}
 
 
 @pytest.mark.parametrize(("stage", "mesh", "micro_batches", "scan"), CELLS)
@@ -59,23 +60,23 @@ def test_gradients_norms_and_losses_equal_one_device(stage, mesh, micro_batches,
     run = jzero.setup(
         decoder(scan=scan),
         next_token_loss,
-        recording(optax.adamw(1e-3)),
+        single.recording(optax.adamw(1e-3)),
         mesh,
         data[0],
         stage=stage,
         micro_batches=micro_batches,
     )
-    assert_same(train(run, data), one_device[scan])
+    single.assert_equal(single.train(run, data), one_device[scan])
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("axes", [("dp",), ("node",)])
 def test_sharding_over_one_of_the_two_axes_equals_one_device(stage, axes, data, one_device):
     run = jzero.setup(
-        decoder(), next_token_loss, recording(optax.adamw(1e-3)), "node=2,dp=2,tp=2", data[0],
+        decoder(), next_token_loss, single.recording(optax.adamw(1e-3)), "node=2,dp=2,tp=2", data[0],
         stage=stage, micro_batches=2, zero=jzero.Zero(axes=axes),
     )  # fmt: skip
-    assert_same(train(run, data[:5]), cut(one_device[True], 5))
+    single.assert_equal(single.train(run, data[:5]), cut(one_device[True], 5))
 
 
 def cut(trace, steps):
@@ -92,9 +93,9 @@ def cut(trace, steps):
 )
 def test_what_stays_gathered_or_whole_does_not_change_the_numbers(options, data, one_device):
     run = jzero.setup(
-        decoder(), next_token_loss, recording(optax.adamw(1e-3)), "dp=4,tp=2", data[0], stage=3, **options
+        decoder(), next_token_loss, single.recording(optax.adamw(1e-3)), "dp=4,tp=2", data[0], stage=3, **options
     )
-    assert_same(train(run, data[:5]), cut(one_device[True], 5))
+    single.assert_equal(single.train(run, data[:5]), cut(one_device[True], 5))
 
 
 @pytest.mark.parametrize("stage", STAGES)

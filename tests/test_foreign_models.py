@@ -303,6 +303,8 @@ MODELS = {
     "linen": (wrapped_linen, squares),
 }
 TX = optax.sgd(0.02, momentum=0.9)
+# Batch norm takes the bias of a convolution away again, softmax the bias of the keys: their gradients are rounding.
+WITH_GRADIENTS_OF_ZERO = ("convnet", "library")
 
 
 @functools.cache
@@ -318,7 +320,7 @@ def check(name: str, stage: int, mesh_name: str, micro_batches: int) -> None:
         model_fn, loss_fn, single.recording(TX), mesh, batches()[0], stage=stage, micro_batches=micro_batches
     )
     got, wanted = single.train(run, batches()), reference(name, mesh.shape["node"] * mesh.shape["dp"], micro_batches)
-    single.assert_equal(got, wanted)
+    single.assert_equal(got, wanted, floor=0.01 if name in WITH_GRADIENTS_OF_ZERO else 0.0)
     assert set(got.state) == set(wanted.state)
     for path, value in wanted.state.items():
         np.testing.assert_allclose(got.state[path], value, rtol=1e-5, atol=1e-6, err_msg=str(path))

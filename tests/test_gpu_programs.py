@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
-from reference import SEQ, decoder
+from tiny_decoder import SEQ, decoder
 
 import jzero
 from jzero import hlo, targets

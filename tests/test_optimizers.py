@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import one_device as single
 import optax
 import optax.contrib
 import pytest
@@ -133,67 +134,25 @@ WRAPPED = {
 }
 
 
-class Training(NamedTuple):
-    """Gradients as the optimizer was given them at step 1, and losses and gradient norms (before clipping) of each."""
-
-    grads: dict[Any, np.ndarray]
-    losses: list[float]
-    norms: list[float]
-
-
 @functools.cache
-def on_one_device(name: str) -> Training:
-    case, (graphdef, state) = (CASES | WRAPPED)[name], nnx.split(classifier())
-    tx, params = optax.with_extra_args_support(case.make()), nnx.to_pure_dict(state)
-
-    def mean_loss(params: Any, batch: Any) -> jax.Array:
-        total, weight = loss_of(nnx.merge(graphdef, params), batch)
-        return total / weight
-
-    @jax.jit
-    def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
-        loss, grads = jax.value_and_grad(mean_loss)(params, batch)
-        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
-        if case.clip_norm is not None:
-            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, case.clip_norm / norm), grads)
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        return optax.apply_updates(params, updates), opt_state, grads, loss, norm
-
-    opt_state, seen = tx.init(params), []
-    for _ in range(STEPS):
-        params, opt_state, *rest = step(params, opt_state, the_batch())
-        seen.append(rest)
-    return Training(flatten_dict(seen[0][0]), [float(loss) for _, loss, _ in seen], [float(norm) for *_, norm in seen])
+def on_one_device(name: str) -> single.Trace:
+    case = (CASES | WRAPPED)[name]
+    return single.one_device(classifier, loss_of, case.make(), [the_batch()] * STEPS, clip_norm=case.clip_norm)
 
 
-def recorded(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`tx`, with the gradients it is given as the first part of its state."""
-    return optax.chain(optax.GradientTransformation(optax.tree.zeros_like, lambda grads, *_: (grads, grads)), tx)
-
-
-def on_shards(name: str, stage: int) -> Training:
+def on_shards(name: str, stage: int) -> single.Trace:
     case, batch = (CASES | WRAPPED)[name], the_batch()
     run = jzero.setup(
-        classifier, loss_of, recorded(case.make()), MESH, batch,
+        classifier, loss_of, single.recording(case.make()), MESH, batch,
         stage=stage, micro_batches=2, clip_norm=case.clip_norm,
     )  # fmt: skip
-    state, grads, seen = run.init(), {}, []
-    for _ in range(STEPS):
-        state, metrics = run.step(state, batch)
-        grads = grads or flatten_dict(jax.device_get(state.opt_state[0]))
-        seen.append(metrics)
-    return Training(grads, [float(m["loss"]) for m in seen], [float(m["grad_norm"]) for m in seen])
+    return single.train(run, [batch] * STEPS)
 
 
 def check(name: str, stage: int) -> None:
-    want, got = on_one_device(name), on_shards(name, stage)
-    assert got.grads.keys() == want.grads.keys()
-    for path, grad in want.grads.items():
-        # Elements that cancel to nearly nothing carry the rounding of what they are a sum of.
-        np.testing.assert_allclose(got.grads[path], grad, rtol=1e-5, atol=1e-6 * np.abs(grad).max(), err_msg=str(path))
-    np.testing.assert_allclose(got.norms, want.norms, rtol=1e-5)
-    np.testing.assert_allclose(got.losses, want.losses, rtol=1e-6)
-    assert want.losses[-1] < 0.9 * want.losses[0]  # losses that stand still would agree whatever happens
+    got, wanted = on_shards(name, stage), on_one_device(name)
+    single.assert_equal(got, wanted)
+    assert wanted.losses[-1] < 0.9 * wanted.losses[0]  # losses that stand still would agree whatever happens
 
 
 @pytest.mark.parametrize("name", CASES)
