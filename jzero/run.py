@@ -58,6 +58,7 @@ def _is_floating(dtype: Any) -> bool:
 
 _AS_MADE = Precision()
 _EVERYWHERE = Zero()
+_LARGE = 1024  # elements; what is smaller is not worth a word
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,10 @@ def setup(
         specs=specs,
         abstract_state=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
         whole=whole,
-        notes=notes(seen.found, seen.layers, layouts, gradients.hoisted, regather=zero.regather),
+        notes=(
+            *notes(seen.found, seen.layers, layouts, gradients.hoisted, regather=zero.regather),
+            *_note_on_opt_state(layouts, shapes.opt_state, specs.opt_state),
+        ),
         micro_batches=micro_batches,
         _gradients=gradients,
         _abstract_batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _device_dtype(x), sharding=rows), batch),
@@ -313,6 +317,22 @@ def _specs(seen: _Seen, layouts: Mapping[Path, Layout], shapes: TrainState) -> S
         skipped_in_row=P(),
     )
     return Specs(params, unflatten_dict({path: layouts[path].grads for path in trained}), opt_state, state)
+
+
+def _note_on_opt_state(layouts: Mapping[Path, Layout], shapes: Any, specs: Any) -> tuple[str, ...]:
+    """A note if arrays of the optimizer state follow no parameter, and so stay whole where others are sharded."""
+    if all(layout.dim is None for layout in layouts.values()):
+        return ()
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(specs), strict=True)
+    followers_of_none = [x for x, spec in pairs if x.size >= _LARGE and len(spec) == 0]
+    if not followers_of_none:
+        return ()
+    total = sum(x.size * x.dtype.itemsize for x in followers_of_none)
+    note = (
+        f"{len(followers_of_none)} arrays of the optimizer state, {total:,} bytes, have the shape of no parameter and "
+        f"stay whole on every device"
+    )
+    return (note,)
 
 
 def _at_rest(variable: Any, dtype: str | None) -> jax.ShapeDtypeStruct:

@@ -424,3 +424,18 @@ def test_a_train_state_that_a_step_has_used_up():
     for again in (run.step, run.evaluate):
         with refused("earlier step", "use what step returned"):
             again(state, batch())
+
+
+def test_optimizer_state_that_follows_no_parameter_is_noted():
+    big = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+
+    def loss_fn(model, batch):
+        return jnp.sum(model(batch) ** 2), batch.shape[0]
+
+    def made(tx, stage):
+        return jzero.setup(lambda: nnx.clone(big), loss_fn, tx, single.mesh("dp4"), jnp.ones((8, 64)), stage=stage)
+
+    (note,) = made(optax.flatten(optax.adam(1e-3)), 3).notes
+    assert "2 arrays of the optimizer state, 33,280 bytes, have the shape of no parameter" in note
+    assert made(optax.flatten(optax.adam(1e-3)), 0).notes == ()
+    assert made(optax.adam(1e-3), 3).notes == ()
