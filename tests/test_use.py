@@ -63,7 +63,7 @@ def test_a_type_that_overloads_get_value_trains_as_on_one_device(stage, batch):
     graphdef, params = nnx.split(Net(), nnx.Param)
     wanted_loss, grads = jax.value_and_grad(lambda p: squares(nnx.merge(graphdef, p), batch)[0] / 16)(params)
 
-    run = jzero.setup(Net, squares, optax.sgd(1.0), "dp=8", batch, stage=stage)
+    run = jzero.setup(Net, squares, optax.sgd(1.0), jzero.make_mesh("dp=8", jax.devices()[:8]), batch, stage=stage)
     start = run.init()
     before = {path: np.asarray(x) for path, x in flatten_dict(start.params).items()}
     assert float(run.evaluate(start, batch)["loss"]) == pytest.approx(float(wanted_loss), rel=1e-6)
@@ -76,7 +76,7 @@ def test_a_type_that_overloads_get_value_trains_as_on_one_device(stage, batch):
 
 
 def test_part_of_a_state_that_was_used_up_is_refused(batch):
-    run = jzero.setup(Net, squares, optax.sgd(1.0), "dp=8", batch, stage=3)
+    run = jzero.setup(Net, squares, optax.sgd(1.0), jzero.make_mesh("dp=8", jax.devices()[:8]), batch, stage=3)
     old = run.init()
     new, _ = run.step(old, batch)
     with pytest.raises(ValueError, match="was given to an earlier step"):
