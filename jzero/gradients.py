@@ -178,6 +178,21 @@ def rows_per_device(batch: Any, mesh: Mesh, micro_batches: int) -> int:
     return size // (devices * micro_batches)
 
 
+def abstract_rows(batch: Any, mesh: Mesh, micro_batches: int) -> Any:
+    """One device's rows of one microbatch of `batch`, as ShapeDtypeStructs.
+
+    Raises:
+        ValueError: as `rows_per_device`.
+    """
+    rows = rows_per_device(batch, mesh, micro_batches)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), device_dtype(x)), batch)
+
+
+def device_dtype(x: Any) -> Any:
+    """What an array of the host becomes on a device: 64 bits are 32, unless JAX is told otherwise."""
+    return jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+
+
 def split_rows(batch: Any, parts: int) -> Any:
     """Every array of `batch`, [rows, ...] as [parts, rows / parts, ...]."""
     return jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero import zero as zero_lib
-from jzero.gradients import Gradients, rows_per_device
+from jzero.gradients import Gradients, abstract_rows, device_dtype, rows_per_device
 from jzero.mesh import DATA_AXES, as_mesh
 from jzero.optim import with_master
 from jzero.probe import LossFn, Probe, hoisted, layer_dims, notes, probe
@@ -118,14 +118,14 @@ class Run:
         _check_alive(state)
         rows_per_device(batch, self.mesh, self.micro_batches)
         with jax.set_mesh(self.mesh):
-            return self._step(state, self.put(batch))
+            return self._step(state, self._placed(batch))
 
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
         """The exact loss of a batch in evaluation mode, its `weight`, and the loss function's sums."""
         _check_alive(state)
         rows = rows_per_device(batch, self.mesh, 1)
         with jax.set_mesh(self.mesh):
-            return self._evaluate(state, self.put(batch), self._evaluation_parts(rows))
+            return self._evaluate(state, self._placed(batch), self._evaluation_parts(rows))
 
     def model(self, state: TrainState) -> nnx.Module:
         """The NNX module on the state's global arrays."""
@@ -134,8 +134,11 @@ class Run:
 
     def put(self, batch: Any) -> Any:
         """`batch` on the mesh, its first dim split over the data-parallel devices; does not wait."""
-        sharding = NamedSharding(self.mesh, P(DATA_AXES))
         rows_per_device(batch, self.mesh, 1)
+        return self._placed(batch)
+
+    def _placed(self, batch: Any) -> Any:
+        sharding = NamedSharding(self.mesh, P(DATA_AXES))
         return jax.tree.map(lambda x: jax.device_put(x, sharding), batch)
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
@@ -223,11 +226,10 @@ def setup(
         shapes = jax.eval_shape(init)
 
     specs = _specs(seen, layouts, shapes)
-    shardings, rows = (jax.tree.map(functools.partial(NamedSharding, mesh), s) for s in (specs.state, P(DATA_AXES)))
-    step, evaluate = (
-        functools.partial(train_step, gradients, optimizer, mesh, limit),
-        functools.partial(evaluate_step, gradients, mesh),
-    )
+    shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs.state)
+    rows = NamedSharding(mesh, P(DATA_AXES))
+    step = functools.partial(train_step, gradients, optimizer, mesh, limit)
+    evaluate = functools.partial(evaluate_step, gradients, mesh)
     return Run(
         mesh=mesh,
         specs=specs,
@@ -239,7 +241,7 @@ def setup(
         ),
         micro_batches=micro_batches,
         _gradients=gradients,
-        _abstract_batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _device_dtype(x), sharding=rows), batch),
+        _abstract_batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, device_dtype(x), sharding=rows), batch),
         _init=jax.jit(init, out_shardings=shardings),
         _step=jax.jit(
             step,
@@ -289,13 +291,12 @@ def _look(
     micro_batches: int,
     dtype: str | None,
 ) -> _Seen:
-    rows = rows_per_device(batch, mesh, micro_batches)
+    local = abstract_rows(batch, mesh, micro_batches)
     with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
         template = split_abstract(model_fn, trainable)
         variables = {**template.trained, **template.frozen}
         params = {path: _at_rest(v, dtype) for path, v in variables.items()}
         state = {path: _abstract(value_of(v)) for path, v in template.state.items()}
-        local = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), _device_dtype(x)), batch)
         tp_specs = {path: _tp_spec(path, v, mesh) for path, v in {**variables, **template.state}.items()}
         found = probe(template, loss_fn, mesh, params, state, local)
     layers = {path: layer_dims(x.shape, found.uses[path]) for path, x in params.items()}
@@ -343,11 +344,6 @@ def _at_rest(variable: Any, dtype: str | None) -> jax.ShapeDtypeStruct:
 
 def _abstract(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
-
-
-def _device_dtype(x: Any) -> Any:
-    """What an array of the host becomes on a device: 64 bits are 32, unless JAX is told otherwise."""
-    return jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
 
 
 def _slot(at_rest: jax.ShapeDtypeStruct, layout: Layout, mesh: Mesh, dtype: str) -> jax.ShapeDtypeStruct:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero.collectives import over_data
-from jzero.gradients import Gradients, rows_per_device
+from jzero.gradients import Gradients, abstract_rows
 from jzero.mesh import DATA_AXES
 from jzero.optim import Optimizer
 from jzero.template import Template, split_model, value_of
@@ -100,8 +100,7 @@ def train_step(
 def evaluate_step(gradients: Gradients, mesh: Mesh, state: TrainState, batch: Any, micro_batches: int) -> Metrics:
     """The exact mean loss of a batch in evaluation mode, `micro_batches` parts after each other, and its sums."""
     params, frozen, model_state = map(flatten_dict, (state.params, state.frozen, state.model_state))
-    rows = rows_per_device(batch, mesh, micro_batches)
-    local = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+    local = abstract_rows(batch, mesh, micro_batches)
     gradients = gradients.for_evaluation(mesh, params | frozen, model_state, local)
     evaluate = functools.partial(gradients.evaluate, micro_batches=micro_batches)
     sums = over_data(evaluate, mesh, _at_rest_specs(gradients), P())(params, frozen, model_state, batch)
