@@ -89,7 +89,9 @@ class Gradients:
         """Sums over all devices with the model in evaluation mode; nothing changes."""
 
         def micro(sums: Any, batch: Any) -> tuple[Any, None]:
-            model = self._model(dict.fromkeys(params), params, frozen, state)
+            # As in training: without the tie, XLA gathers parameters before the loop and keeps them whole.
+            (tied_params, tied_frozen), batch = lax.optimization_barrier(((params, frozen), batch))
+            model = self._model(dict.fromkeys(params), tied_params, tied_frozen, state)
             model.eval()
             return jax.tree.map(jnp.add, sums, sums_of(self.loss_fn, model, batch)), None
 
