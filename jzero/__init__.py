@@ -6,7 +6,7 @@ state, metrics = run.step(state, batch)
 """
 
 from jzero import hlo, targets
-from jzero.mesh import make_mesh
+from jzero.mesh import make_mesh, process_rows
 from jzero.reads import UnsupportedModelError
 from jzero.run import Precision, Run, Specs, setup
 from jzero.step import TrainState
@@ -23,6 +23,7 @@ __all__ = [
     "Zero",
     "hlo",
     "make_mesh",
+    "process_rows",
     "remat_policy",
     "setup",
     "targets",

@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 NODE = "node"
 DP = "dp"
@@ -94,6 +95,31 @@ def as_mesh(mesh: Mesh | str | Mapping[str, int] | None) -> Mesh:
 def data_size(mesh: Mesh) -> int:
     """How many devices the batch is split over: node x dp."""
     return mesh.shape[NODE] * mesh.shape[DP]
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """How the arrays of a batch lie on the mesh: their first dim split over node and dp."""
+    return NamedSharding(mesh, P(DATA_AXES))
+
+
+def process_rows(mesh: Mesh, batch_size: int, process: int | None = None) -> np.ndarray:
+    """Which rows of a batch the devices of one process hold, ascending: what it has to read.
+
+    Processes that differ in tp alone hold the same rows.
+
+    Args:
+        batch_size: rows of a whole batch; a multiple of the data-parallel devices.
+        process: its index; None for the process that asks.
+
+    Returns:
+        int64[rows]; all of them where there is one process.
+    """
+    process = jax.process_index() if process is None else process
+    held = np.zeros(batch_size, bool)
+    for device, (rows, *_) in batch_sharding(mesh).devices_indices_map((batch_size,)).items():
+        if device.process_index == process:
+            held[rows] = True
+    return np.flatnonzero(held)
 
 
 def _check_axes(sizes: Mapping[str, int], shown: str) -> None:

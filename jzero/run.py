@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero import zero as zero_lib
 from jzero.gradients import Gradients, abstract_rows, device_dtype, rows_per_device
-from jzero.mesh import DATA_AXES, as_mesh
+from jzero.mesh import as_mesh, batch_sharding, data_size, process_rows
 from jzero.optim import with_master
 from jzero.probe import LossFn, Probe, hoisted, layer_dims, notes, probe
 from jzero.step import Metrics, TrainState, evaluate_step, init_state, train_step
@@ -116,14 +116,14 @@ class Run:
                 an earlier step has used up.
         """
         _check_alive(state)
-        rows_per_device(batch, self.mesh, self.micro_batches)
+        rows_per_device(_whole(batch, self.mesh), self.mesh, self.micro_batches)
         with jax.set_mesh(self.mesh):
             return self._step(state, self._placed(batch))
 
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
         """The exact loss of a batch in evaluation mode, its `weight`, and the loss function's sums."""
         _check_alive(state)
-        rows = rows_per_device(batch, self.mesh, 1)
+        rows = rows_per_device(_whole(batch, self.mesh), self.mesh, 1)
         with jax.set_mesh(self.mesh):
             return self._evaluate(state, self._placed(batch), self._evaluation_parts(rows))
 
@@ -133,13 +133,23 @@ class Run:
         return self._gradients.template.merge(params, flatten_dict(state.model_state), {})
 
     def put(self, batch: Any) -> Any:
-        """`batch` on the mesh, its first dim split over the data-parallel devices; does not wait."""
-        rows_per_device(batch, self.mesh, 1)
+        """`batch` on the mesh, its first dim split over the data-parallel devices; does not wait.
+
+        Args:
+            batch: arrays of the host; with several processes each gives the rows that `jzero.process_rows` names.
+        """
+        rows_per_device(_whole(batch, self.mesh), self.mesh, 1)
         return self._placed(batch)
 
     def _placed(self, batch: Any) -> Any:
-        sharding = NamedSharding(self.mesh, P(DATA_AXES))
-        return jax.tree.map(lambda x: jax.device_put(x, sharding), batch)
+        sharding = batch_sharding(self.mesh)
+
+        def place(x: Any) -> jax.Array:
+            if isinstance(x, jax.Array):  # of all processes already
+                return jax.device_put(x, sharding)
+            return jax.make_array_from_process_local_data(sharding, x)
+
+        return jax.tree.map(place, batch)
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         """The run's programs, lowered; no array is made."""
@@ -227,7 +237,7 @@ def setup(
 
     specs = _specs(seen, layouts, shapes)
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs.state)
-    rows = NamedSharding(mesh, P(DATA_AXES))
+    rows = batch_sharding(mesh)
     step = functools.partial(train_step, gradients, optimizer, mesh, limit)
     evaluate = functools.partial(evaluate_step, gradients, mesh)
     return Run(
@@ -356,6 +366,20 @@ def _tp_spec(path: Path, variable: Any, mesh: Mesh) -> P:
     annotated = isinstance(variable, nnx.Variable) and variable.has_metadata("out_sharding")
     names = nnx.get_partition_spec(variable).get_raw_value() if annotated else ()
     return zero_lib.tp_spec(tuple(names), value_of(variable).shape, path, mesh)
+
+
+def _whole(batch: Any, mesh: Mesh) -> Any:
+    """Shapes of the batch that all processes hold together: arrays of the host are the part of this one."""
+    if jax.process_count() == 1:
+        return batch
+    processes = data_size(mesh) // len(process_rows(mesh, data_size(mesh)))
+
+    def whole(x: Any) -> Any:
+        if isinstance(x, jax.Array) or not getattr(x, "shape", ()):
+            return x
+        return jax.ShapeDtypeStruct((x.shape[0] * processes, *x.shape[1:]), x.dtype)
+
+    return jax.tree.map(whole, batch)
 
 
 def _check_alive(state: TrainState) -> None:
