@@ -97,13 +97,14 @@ def _marked(move: Move, value: jax.Array) -> jax.Array:
 def remat_policy(remat: str) -> Callable[..., Any]:
     """What a layer keeps for its backward pass; to be given to `nnx.remat` on the body of a layer loop.
 
-    ``"none"`` keeps everything but gathered parameters, which are gathered again; ``"full"`` keeps the layer's input
-    alone.  Either keeps gathered parameters when the run says so (`zero.regather` false).
+    ``"none"`` keeps everything but gathered parameters, which are gathered again; ``"dots"`` keeps the layer's input
+    and the matrix products without batch dims, which are those of linear layers; ``"full"`` keeps the layer's input
+    alone.  Each keeps gathered parameters when the run says so (`zero.regather` false).
 
     Raises:
         ValueError: another word.
     """
-    policies = {"none": _all_but_gathered, "full": _nothing_but_kept}
+    policies = {"none": _all_but_gathered, "dots": _dots_and_kept, "full": _nothing_but_kept}
     if remat not in policies:
         raise ValueError(f"remat {remat!r} is not one of {', '.join(policies)}")
     return policies[remat]
@@ -111,6 +112,11 @@ def remat_policy(remat: str) -> Callable[..., Any]:
 
 def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
     return _name(primitive, params) != GATHERED
+
+
+def _dots_and_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
+    is_dot = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
+    return bool(is_dot) or _name(primitive, params) == KEPT
 
 
 def _nothing_but_kept(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -14,10 +14,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero.mesh import AXES, DP, NODE, TP
-from jzero.models.attention import causal_attention, rotary_angles, rotate
+from jzero.models.attention import causal_attention
 from jzero.models.decoder import Decoder, DecoderConfig, layer_dims, next_token_loss
+from jzero.models.positions import Rope, rotary_angles, rotate
 
-SMALL = DecoderConfig(vocab=61, width=32, layers=2, heads=4, kv_heads=2, mlp_width=48)
+SMALL = DecoderConfig(vocab=61, width=32, layers=2, heads=4, kv_heads=2, mlp_width=48, tied=True)
 
 
 def _config(**changes: Any) -> DecoderConfig:
@@ -76,7 +77,7 @@ def _reference_rotate(x: np.ndarray, position: int) -> np.ndarray:
 
 def _reference_attention(x: np.ndarray, layer: dict[str, np.ndarray]) -> np.ndarray:
     """One sequence, [L, D]; head by head and token by token."""
-    length, size = len(x), SMALL.head_dim
+    length, size = len(x), SMALL.head_size
     q, k, v = (x @ layer[f"attention/{name}/kernel"] for name in "qkv")
     out = np.zeros((length, SMALL.heads * size))
     for h in range(SMALL.heads):
@@ -137,21 +138,21 @@ def test_a_token_changes_no_logits_before_it_and_some_at_and_after_it() -> None:
 
 def test_rotated_products_depend_on_the_distance_alone() -> None:
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
-    angles = rotary_angles(40, 16, 10000.0)
+    angles = rotary_angles(jnp.arange(40)[None, :], Rope(16, 10000.0))
 
     def product(at_q: int, at_k: int) -> float:
-        return float(jnp.sum(rotate(q, angles[at_q : at_q + 1]) * rotate(k, angles[at_k : at_k + 1])))
+        return float(jnp.sum(rotate(q, angles[:, at_q : at_q + 1]) * rotate(k, angles[:, at_k : at_k + 1])))
 
     assert product(7, 3) == pytest.approx(product(31, 27), rel=1e-4)
     assert product(7, 3) != pytest.approx(product(7, 4), rel=1e-2)
-    np.testing.assert_array_equal(rotate(q, angles[:1]), q)
+    np.testing.assert_array_equal(rotate(q, angles[:, :1]), q)
 
 
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameter_count_is_the_formula(tied: bool, scan: bool) -> None:
     c = _config(tied=tied, scan=scan)
-    attention = c.width * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
+    attention = c.width * c.head_size * (2 * c.heads + 2 * c.kv_heads)
     per_layer = attention + 3 * c.width * c.mlp_width + 2 * c.width
     want = c.vocab * c.width * (1 if tied else 2) + c.layers * per_layer + c.width
     assert sum(leaf.size for leaf in _flat(_decoder(c)).values()) == want
@@ -276,7 +277,7 @@ def test_types_and_ranks_are_promoted_nowhere_by_accident() -> None:
 
 # ---- tensor parallelism ---------------------------------------------------------------------------------------------
 
-WIDE = DecoderConfig(vocab=61, width=32, layers=2, heads=8, kv_heads=4, mlp_width=48)
+WIDE = DecoderConfig(vocab=61, width=32, layers=2, heads=8, kv_heads=4, mlp_width=48, tied=True)
 
 
 def _mesh(dp: int, tp: int) -> Mesh:
@@ -410,7 +411,7 @@ def test_a_block_costs_one_all_reduce_per_half_and_nothing_else() -> None:
         ({"layers": 0}, "layers=0: must be greater than 0"),
         ({"vocab": -1}, "vocab=-1: must be greater than 0"),
         ({"dropout": 1.0}, "dropout=1.0: must be at least 0 and below 1"),
-        ({"remat": "some"}, "remat='some': must be one of 'none', 'full'"),
+        ({"remat": "some"}, "remat='some': must be one of 'none', 'full', 'dots'"),
         ({"dtype": "float16"}, "dtype='float16': must be one of"),
         ({"attention": "flash"}, "attention='flash': must be one of None, 'xla', 'cudnn'"),
     ],
@@ -430,7 +431,7 @@ def test_attention_implementation_reaches_jax(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
     for name in (None, "xla", "cudnn"):
-        _decoder(_config(layers=1, attention=name))(_tokens())
+        _decoder(_config(layers=1, attention=name, dtype="bfloat16"))(_tokens())
     assert list(dict.fromkeys(seen)) == [None, "xla", "cudnn"]
 
 
