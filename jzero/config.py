@@ -121,16 +121,26 @@ class Zero(Section):
 
 
 class Log(Section):
-    """How often something is reported."""
+    """What is reported, and how often."""
 
     every: Count = Field(10, description="steps between lines of metrics.jsonl")
     eval_every: Count = Field(200, description="steps between evaluations")
+    tensorboard: bool = Field(True, description="the scalars of metrics.jsonl as TensorBoard events, too")
+    profile: str | None = Field(
+        None, description="steps of which a profiler trace is kept in the run directory, first and last, such as 10-13"
+    )
 
 
 class Run(Section):
     """Where a run leaves its files."""
 
     dir: str | None = Field(None, min_length=1, description="run directory; none: runs/ and the time of the start")
+    cache_dir: str | None = Field(
+        "auto",
+        min_length=1,
+        description="where compiled programs are kept for the next start; auto: JAX_COMPILATION_CACHE_DIR, else the "
+        "user's cache directory; none: nowhere",
+    )
 
 
 class Config(Section):
@@ -164,7 +174,26 @@ class Config(Section):
             raise ValueError(f"optim.warmup_steps = {self.optim.warmup_steps} is more than steps = {self.steps}")
         if len(set(self.zero.axes)) != len(self.zero.axes):
             raise ValueError(f"zero.axes = {','.join(self.zero.axes)} names an axis twice")
+        profile_steps(self)
         return self
+
+
+def profile_steps(config: Config) -> tuple[int, int] | None:
+    """(first, last) step of the profiler trace that `config` asks for.
+
+    Raises:
+        ValueError: `log.profile` does not name steps of the run.
+    """
+    text = config.log.profile
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text)
+    if not found:
+        raise ValueError(f"log.profile = {text}: must be the first and the last step, such as 10-13, or none")
+    first, last = int(found[1]), int(found[2])
+    if not 1 <= first <= last <= config.steps:
+        raise ValueError(f"log.profile = {text}: must be steps of the run, which go from 1 to steps = {config.steps}")
+    return first, last
 
 
 def _divides(small_key: str, small: int, large_key: str, large: int) -> None:

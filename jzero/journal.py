@@ -1,21 +1,22 @@
-"""What a run says while it trains: metrics on their way to the host, lines of metrics.jsonl, a progress bar."""
+"""What a run says while it trains: metrics on their way to the host, metrics.jsonl, TensorBoard, a progress bar."""
 
 import json
 import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from tqdm import tqdm
 
 from jzero.config import Config
+from jzero.watch import Events, device_memory
 
 _LR_BLOCK = 4096  # learning rates computed at a time
 
@@ -57,21 +58,40 @@ class Waiting:
 
 
 class Journal:
-    """What is written of a run: lines of metrics.jsonl and a progress bar.
+    """What is written of a run: lines of metrics.jsonl, the same as TensorBoard events, and a progress bar.
 
-    A line of training has step, loss (nats per token), grad_norm (before clipping), lr, tokens (trained on so far),
-    tokens_per_s and step_s (seconds per step since the line before, evaluation not counted; the first line's include
-    compilation).  A line of evaluation has step, eval_loss and eval_tokens.  What is not finite is null.
+    A line of training has step, loss (nats per token), grad_norm (before clipping), lr, skipped (steps so far), tokens
+    (trained on so far), tokens_per_s and step_s (seconds per step since the line before, without what was done `aside`;
+    the first line's include compilation), what `speed` adds (mfu), and memory_bytes and peak_memory_bytes of the
+    fullest device where the backend counts.  A line of evaluation has step, eval_loss and eval_tokens.  What is not
+    finite is null.
     """
 
-    def __init__(self, path: Path, config: Config, schedule: optax.Schedule) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: Config,
+        schedule: optax.Schedule,
+        speed: Callable[[float], Mapping[str, float]] = lambda _: {},
+    ) -> None:
+        """Opens the files: `path` and, beside it, events.
+
+        Args:
+            path: of metrics.jsonl, which is not there yet.
+            config: resolved.
+            schedule: update -> learning rate.
+            speed: tokens per second -> what else to say about them.
+        """
         self._config = config
+        self._speed_of = speed
         self._schedule = jax.jit(jax.vmap(schedule))
         self._lr = np.zeros(0)
         self._tokens_per_step = config.batch_size * config.data.seq_len
         self._file = path.open("x", encoding="utf-8")
+        self._events = Events(path.parent) if config.log.tensorboard else None
         quiet = 0.1 if sys.stderr.isatty() else 15.0
         self._bar = tqdm(total=config.steps, unit="step", desc="compiling", dynamic_ncols=True, mininterval=quiet)
+        self._speed = ""
         self._skipped = 0
         self._evals: list[tuple[int, float]] = []
         self._start = self._clock = time.perf_counter()
@@ -83,6 +103,8 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
         self._file.close()
+        if self._events:
+            self._events.close()
 
     def trained(self, steps: Iterable[tuple[int, dict[str, float]]]) -> None:
         """Takes in the metrics of steps that ended.
@@ -98,7 +120,7 @@ class Journal:
                 self._log(step, lr, metrics)
             self._bar.set_description("training", refresh=False)
             self._bar.update()
-            self._bar.set_postfix(loss=f"{metrics['loss']:.3f}", refresh=False)
+            self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}{self._speed}", refresh=False)
             if failed:
                 raise RunError(
                     f"step {step}: the gradient was not finite in {metrics['skipped_in_row']:.0f} steps in a row "
@@ -111,8 +133,18 @@ class Journal:
         if tokens:
             self._write({"step": step, "eval_loss": loss, "eval_tokens": int(tokens)})
             self._evals.append((step, loss))
-            self._bar.write(f"step {step}: held-out loss {loss:.4f} nats per token")
-        self._clock = time.perf_counter()
+            self.say(f"step {step}: held-out loss {loss:.4f} nats per token")
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done meanwhile, with idle devices, does not count as time of steps."""
+        start = time.perf_counter()
+        yield
+        self._clock += time.perf_counter() - start
+
+    def say(self, line: str) -> None:
+        """Prints `line` above the bar."""
+        self._bar.write(line)
 
     def summary(self) -> str:
         """The run in two lines."""
@@ -139,7 +171,7 @@ class Journal:
         # Many at a time: a value that the devices compute waits there behind the steps under way.
         block, i = divmod(update, _LR_BLOCK)
         if not self._lr.size or i == 0:
-            self._lr = np.asarray(self._schedule(block * _LR_BLOCK + jnp.arange(_LR_BLOCK)))
+            self._lr = np.asarray(self._schedule(block * _LR_BLOCK + np.arange(_LR_BLOCK, dtype=np.int32)))
         return self._lr[i].item()
 
     def _log(self, step: int, lr: float, metrics: Mapping[str, float]) -> None:
@@ -149,10 +181,16 @@ class Journal:
             "tokens": step * self._tokens_per_step,
             "tokens_per_s": self._tokens_per_step / step_s,
             "step_s": step_s,
+            **self._speed_of(self._tokens_per_step / step_s),
         }
-        self._write({"step": step, **metrics, "lr": lr, **speed})
+        self._write({"step": step, **metrics, "lr": lr, **speed, **device_memory()})
+        mfu = speed.get("mfu")
+        if step > 1:  # the first has compiled
+            self._speed = f", {speed['tokens_per_s']:,.0f} tokens/s" + (f", mfu {mfu:.1%}" if mfu else "")
         self._clock, self._logged = now, step
 
     def _write(self, line: Mapping[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in line.items()}
         print(json.dumps(finite), file=self._file, flush=True)
+        if self._events:
+            self._events.write(line)

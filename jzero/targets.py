@@ -112,6 +112,16 @@ def gpu(target: str) -> Gpu:
     return GPUS[target]
 
 
+def bf16_flops(device_kind: str) -> float | None:
+    """Peak dense bfloat16 operations per second of the device that calls itself `device_kind`; None if not known.
+
+    The name must be the table's to the letter: variants of one chip (PCIe, less memory) have other peaks.  Nor is there
+    a peak for what has no bfloat16 matrix units, before compute capability 8.
+    """
+    known = {g.name: g for g in GPUS.values() if g.capability >= (8, 0)}
+    return known[device_kind].bf16_tflops * 1e12 if device_kind in known else None
+
+
 def available() -> str | None:
     """None where programs can be compiled for absent GPUs, else one line saying what to install."""
     if not any(_installed(plugin) for plugin in _PLUGINS):

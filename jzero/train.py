@@ -19,9 +19,9 @@ import optax
 from flax import nnx
 
 import jzero
-from jzero import data, optim
+from jzero import compile_cache, data, optim, watch
 from jzero import mesh as meshes
-from jzero.config import Config, ConfigError, load, resolve, to_yaml
+from jzero.config import Config, ConfigError, load, profile_steps, resolve, to_yaml
 from jzero.journal import Journal, RunError, Waiting
 from jzero.models.decoder import Decoder, DecoderConfig, layer_dims, next_token_loss
 from jzero.zero import ShardingError
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Trains as `argv` says and returns the exit status."""
     try:
         train(load(sys.argv[1:] if argv is None else argv))
-    except (ConfigError, data.DataError) as error:
+    except (ConfigError, data.DataError, compile_cache.CacheError) as error:
         return _say(error, 2)
     except (RunError, OSError) as error:  # OSError: a full disk, data that is gone
         return _say(error, 1)
@@ -54,12 +54,14 @@ def train(config: Config) -> None:
     Raises:
         ConfigError: a setting that cannot be honoured; nothing is written.
         DataError: data that cannot be trained on; nothing is written.
+        CacheError: compiled programs cannot be kept where they should; nothing is written.
         RunError: too many steps in a row had a non-finite gradient, or the run ended without a finite loss.
     """
     # Settings and devices.
     start_cpu_devices()
     config = resolve(config, jax.device_count(), jax.default_backend())
     check_run_dir(config.run.dir)
+    compile_cache.directory(config.run.cache_dir)
     mesh = meshes.make_mesh(config.mesh)
 
     # Data: held-out batches stay in memory, training batches are read ahead.
@@ -81,15 +83,20 @@ def train(config: Config) -> None:
     run = make_run(config, mesh, schedule)
 
     # From here on the run leaves traces.
+    kept = compile_cache.use(config.run.cache_dir)
     run_dir = make_run_dir(config.run.dir)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(run_dir)})})
     claim(run_dir, to_yaml(config))
-    print("\n".join([*describe(config, run), describe_data(windows, held_out), f"files: {run_dir}"]), flush=True)
+    print("\n".join([*describe(config, run), describe_data(windows, held_out)]))
+    print(f"files: {run_dir}" + (f"; compiled programs: {kept}" if kept else ""), flush=True)
 
     state = run.init()
-    with Journal(run_dir / "metrics.jsonl", config, schedule) as journal:
-        journal.evaluated(0, evaluate(run, state, evals))
-        fit(run, state, batches, evals, config, journal)
+    speed = watch.utilization(flops_per_token(config, run))
+    with Journal(run_dir / "metrics.jsonl", config, schedule, speed) as journal:
+        with journal.aside():
+            journal.evaluated(0, evaluate(run, state, evals))
+        with watch.Trace(profile_steps(config), run_dir / "profile", journal.say, journal.aside) as trace:
+            fit(run, state, batches, evals, config, journal, trace)
     print(journal.summary())
     journal.check()
 
@@ -101,6 +108,7 @@ def fit(
     evals: Sequence[data.Batch],
     config: Config,
     journal: Journal,
+    trace: watch.Trace,
 ) -> jzero.TrainState:
     """The loop: dispatches steps, and reads the metrics of a step when later ones are on their way.
 
@@ -109,12 +117,15 @@ def fit(
     """
     waiting = Waiting(IN_FLIGHT)
     for step, batch in enumerate(batches, start=1):
-        state, metrics = run.step(state, run.put(batch))
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            state, metrics = run.step(state, run.put(batch))
+        trace.dispatched(step, metrics)
         waiting.put(step, metrics)
         journal.trained(waiting.ready())
         if step % config.log.eval_every == 0 or step == config.steps:
             journal.trained(waiting.rest())
-            journal.evaluated(step, evaluate(run, state, evals))
+            with journal.aside():
+                journal.evaluated(step, evaluate(run, state, evals))
     return state
 
 
@@ -156,6 +167,16 @@ def make_run(config: Config, mesh: jax.sharding.Mesh, schedule: optax.Schedule) 
         )
     except ShardingError as error:  # a pattern that matches nothing, axes of one device
         raise ConfigError(str(error)) from error
+
+
+def flops_per_token(config: Config, run: jzero.Run) -> float:
+    """Operations per trained token, 6 N + 12 layers x width x seq_len (Chowdhery et al. 2022, appendix B).
+
+    N are the parameters that are multiplied with: the table of an embedding that is only looked up is not.
+    """
+    model = config.model
+    multiplied = _parameters(run) - (0 if model.tied else model.vocab * model.width)
+    return 6 * multiplied + 12 * model.layers * model.width * config.data.seq_len
 
 
 def start_cpu_devices() -> None:

@@ -10,3 +10,5 @@ os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The aot extra brings a CUDA plugin that finds no GPU here, on purpose; this keeps its checks quiet.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+# A run of a test neither reads nor fills the user's cache of compiled programs; the tests of the cache switch it on.
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")

@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ import yaml
 
 from jzero import config, optim, train
 from jzero.config import ConfigError, load
+from jzero.watch import Trace
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--model.width", "16", "--model.layers", "2", "--model.heads", "2", "--model.kv_heads", "2"]
@@ -153,7 +155,7 @@ def fit(run, tmp_path, *argv, evals=()):
     settings = load(["--steps", "20", "--log.every", "5", "--log.eval_every", "100", "--data.seq_len", "4", *argv])
     schedule = optim.make_schedule("linear", 1.0, 0, settings.steps, 0.0)
     with train.Journal(tmp_path / "metrics.jsonl", settings, schedule) as journal:
-        train.fit(run, 0, [{}] * settings.steps, evals, settings, journal)
+        train.fit(run, 0, [{}] * settings.steps, evals, settings, journal, Trace(None, tmp_path))
         return journal.summary()
 
 
@@ -209,6 +211,26 @@ def test_evaluation_weights_batches_by_their_tokens(tmp_path):
     evaluations = [line for line in rows(tmp_path) if "eval_loss" in line]
     assert [line["step"] for line in evaluations] == [8, 16, 20]
     assert all(line["eval_loss"] == pytest.approx(9.2) and line["eval_tokens"] == 10 for line in evaluations)
+
+
+def test_evaluation_is_no_part_of_the_time_of_a_step(tmp_path, monkeypatch):
+    now = [0.0]
+
+    class TimedRun(FakeRun):
+        def step(self, state, batch):
+            now[0] += 1.0
+            return super().step(state, batch)
+
+        def evaluate(self, state, batch):
+            now[0] += 1000.0
+            return super().evaluate(state, batch)
+
+    monkeypatch.setattr("jzero.journal.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    fit(TimedRun(good), tmp_path, "--log.eval_every", "7", evals=[{"loss": 2.0, "weight": 1.0}])
+    lines = {line["step"]: line["step_s"] for line in rows(tmp_path) if "loss" in line}
+    # A line is written when IN_FLIGHT later steps are dispatched, and the last one when they end.
+    late = train.IN_FLIGHT
+    assert lines == {1: 1 + late, 5: 1.0, 10: 1.0, 15: 1.0, 20: (5 - late) / 5}
 
 
 # A real run.
