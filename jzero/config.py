@@ -20,7 +20,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from jzero import mesh
+from jzero.models.decoder_config import DecoderConfig
+from jzero.models.presets import PRESETS, preset_fields
 
+BYTES = 256
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 NonNegativeCount = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
@@ -54,20 +57,66 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """The built-in decoder."""
+    """The built-in decoder; a preset stands below the keys that are given."""
 
-    vocab: int = Field(256, ge=256, description="number of tokens; the data are bytes, so at least 256")
+    preset: str | None = Field(
+        None, description="a published model's sizes, such as gpt2 or llama-3-8b; none: no preset"
+    )
+    vocab: Count = Field(256, description="number of tokens")
     width: Count = Field(128, description="size of the residual stream")
     layers: Count = Field(2, description="number of blocks")
-    heads: Count = Field(4, description="query heads; width / heads is the size of one, and even")
+    heads: Count = Field(4, description="query heads")
     kv_heads: Count = Field(4, description="key and value heads; divides heads")
-    mlp_width: Count = Field(384, description="hidden size of the SwiGLU")
+    mlp_width: Count = Field(384, description="hidden size of the MLP")
+    head_dim: int | None = Field(None, ge=1, lt=2**31, description="size of one head; none: width / heads")
+    norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm or LayerNorm")
+    norm_eps: Positive = Field(1e-5, description="added to the mean square in RMSNorm, to the variance in LayerNorm")
+    qk_norm: bool = Field(False, description="RMSNorm of each query and key head, before rotation")
+    mlp: Literal["swiglu", "gelu"] = Field("swiglu", description="gated with SiLU, or the tanh form of GELU, not gated")
+    biases: Literal["none", "qkv", "all"] = Field("none", description="linear layers with a bias; all: but the head")
+    learned_positions: int | None = Field(
+        None, ge=1, lt=2**31, description="rows of a table of learned positions; none: rotary positions"
+    )
     rope_theta: Positive = Field(10_000.0, description="base of the rotary wavelengths, in positions")
-    norm_eps: Positive = Field(1e-5, description="added to the mean square in RMSNorm")
+    rope_scaling: Literal["linear", "llama3"] | None = Field(None, description="how rotary frequencies are stretched")
+    rope_factor: Annotated[float, Field(ge=1)] = Field(1.0, description="longer context / the original one")
+    rope_low_freq_factor: Positive = Field(1.0, description="llama3: rounds in the original context, stretched in full")
+    rope_high_freq_factor: Positive = Field(4.0, description="llama3: rounds in the original context, left as they are")
+    rope_original_positions: Count = Field(8192, description="llama3: the original context")
+    window: int | None = Field(
+        None, ge=1, lt=2**31, description="tokens that one attends to, itself included; none: all before it"
+    )
     tied: bool = Field(False, description="one table for embedding and output")
     dropout: Decay = Field(0.0, description="probability of dropping an activation in training")
-    remat: Literal["none", "full"] = Field("none", description="activations recomputed in the backward pass")
+    remat: Literal["none", "full", "dots"] = Field(
+        "none", description="activations recomputed in the backward pass; dots: all but matrix products"
+    )
     scan: bool = Field(True, description="layers stacked and scanned; false: a loop over layers")
+    attention: Literal["xla", "cudnn"] | None = Field(None, description="implementation; none: JAX chooses")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _below_the_keys(cls, values: Any) -> Any:
+        """The preset's values under those that are given."""
+        name = values.get("preset", "none") if isinstance(values, dict) else "none"
+        if not isinstance(name, str) or name == "none":
+            return values
+        if name not in PRESETS:
+            close = difflib.get_close_matches(name, PRESETS, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(PRESETS)}"
+            raise ValueError(f"model.preset = {name}: unknown preset; {hint}")
+        return preset_fields(name) | values
+
+    def decoder(self, dtype: str) -> DecoderConfig:
+        """The decoder that the section describes, computing in `dtype`.
+
+        Raises:
+            ValueError: values do not fit each other.
+        """
+        try:
+            return DecoderConfig(**self.model_dump(exclude={"preset"}), dtype=dtype)
+        except ValueError as error:
+            raise ValueError(f"model.{error}") from None
 
 
 class Data(Section):
@@ -165,10 +214,13 @@ class Config(Section):
     @pydantic.model_validator(mode="after")
     def _check_together(self) -> Self:
         model, sizes = self.model, mesh.parse(self.mesh)
-        _divides("model.heads", model.heads, "model.width", model.width)
-        if model.width // model.heads % 2:
-            raise ValueError(f"model.width / model.heads = {model.width // model.heads} must be even, for rotary")
-        _divides("model.kv_heads", model.kv_heads, "model.heads", model.heads)
+        model.decoder("float32" if self.precision.params == "float32" else "bfloat16")
+        if model.learned_positions and self.data.seq_len > model.learned_positions:
+            raise ValueError(
+                f"data.seq_len = {self.data.seq_len} is more than model.learned_positions = {model.learned_positions}"
+            )
+        if model.vocab < BYTES:
+            raise ValueError(f"model.vocab = {model.vocab}: the data are bytes, so at least {BYTES}")
         _check_tensor_parallel(model, sizes.get(mesh.TP, 1))
         if self.optim.warmup_steps is not None and self.optim.warmup_steps > self.steps:
             raise ValueError(f"optim.warmup_steps = {self.optim.warmup_steps} is more than steps = {self.steps}")
@@ -233,6 +285,8 @@ def resolve(config: Config, device_count: int, platform: str) -> Config:
         )
     open_params, open_warmup = config.precision.params == "auto", config.optim.warmup_steps is None
     params = ("float32" if platform == "cpu" else "bfloat16") if open_params else config.precision.params
+    if config.model.attention == "cudnn" and platform not in ("gpu", "cuda"):
+        raise ConfigError(f"model.attention = cudnn: runs on NVIDIA GPUs, not on {platform}")
     warmup_steps = config.steps // 20 if open_warmup else config.optim.warmup_steps
     return config.model_copy(
         update={

@@ -23,7 +23,7 @@ from jzero import compile_cache, data, optim, watch
 from jzero import mesh as meshes
 from jzero.config import Config, ConfigError, load, profile_steps, resolve, to_yaml
 from jzero.journal import Journal, RunError, Waiting
-from jzero.models.decoder import Decoder, DecoderConfig, layer_dims, next_token_loss
+from jzero.models.decoder import Decoder, layer_dims, next_token_loss
 from jzero.zero import ShardingError
 
 FAKE_DEVICES = 8
@@ -141,7 +141,7 @@ def make_run(config: Config, mesh: jax.sharding.Mesh, schedule: optax.Schedule) 
     """The ZeRO run that a resolved config describes; no array is made."""
     precision, dtype = config.precision, config.precision.params
     # Made in float32 whatever the precision, so that the masters are not rounded; `setup` brings them to rest.
-    sizes = DecoderConfig(**config.model.model_dump(), dtype=dtype)
+    sizes = config.model.decoder(dtype)
     tx = optim.make_optimizer(
         config.optim.name,
         schedule,

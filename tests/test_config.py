@@ -1,5 +1,6 @@
 """The settings: one schema for file, flags and help; whatever is wrong is one line that names it."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -8,7 +9,9 @@ import pytest
 import yaml
 
 from jzero import config
-from jzero.config import ConfigError, load, resolve, to_yaml, validate
+from jzero.config import ConfigError, Model, load, resolve, to_yaml, validate
+from jzero.models.decoder_config import DecoderConfig
+from jzero.models.presets import PRESETS
 
 
 def write(tmp_path, text):
@@ -95,7 +98,41 @@ def test_numbers_with_an_exponent_and_the_word_none_mean_the_same_in_a_file(tmp_
         (["--optim.lr", "inf"], ["optim.lr = inf", "> 0"]),
         (["--optim.schedule", "cosin"], ["optim.schedule = cosin", "constant, linear, cosine"]),
         (["--model.scan", "1"], ["model.scan = 1", "true or false"]),
-        (["--model.vocab", "100"], ["model.vocab = 100", ">= 256"]),
+        (["--model.vocab", "100"], ["model.vocab = 100", "at least 256"]),
+        (["--model.vocab", "0"], ["model.vocab = 0", ">= 1"]),
+        (["--model.preset", "gpt-2"], ["model.preset = gpt-2", "did you mean gpt2?"]),
+        (["--model.preset", "zzz"], ["model.preset = zzz", "tiny, gpt2,", "qwen3-8b"]),
+        (["--model.preset", ""], ["model.preset = ", "unknown preset"]),
+        (["--model.head_dim", "0"], ["model.head_dim = 0", ">= 1"]),
+        (["--model.head_dim", "7"], ["model.head_dim=7", "even"]),
+        (["--model.norm", "batch"], ["model.norm = batch", "rms, layer"]),
+        (["--model.qk_norm", "1"], ["model.qk_norm = 1", "true or false"]),
+        (["--model.mlp", "relu"], ["model.mlp = relu", "swiglu, gelu"]),
+        (["--model.biases", "true"], ["model.biases = true", "none, qkv, all"]),
+        (["--model.learned_positions", "0"], ["model.learned_positions = 0", ">= 1"]),
+        (["--model.learned_positions", "64"], ["data.seq_len = 128", "model.learned_positions = 64"]),
+        (["--model.preset", "gpt2", "--model.rope_theta", "5e5"], ["model.rope_theta=500000.0", "learned_positions"]),
+        (["--model.rope_scaling", "yarn"], ["model.rope_scaling = yarn", "linear, llama3"]),
+        (["--model.rope_factor", "8"], ["model.rope_factor=8.0 has no effect", "rope_scaling is none"]),
+        (["--model.rope_factor", "0.5"], ["model.rope_factor = 0.5", ">= 1"]),
+        (
+            ["--model.rope_scaling", "linear", "--model.rope_low_freq_factor", "2"],
+            ["model.rope_low_freq_factor=2.0 has no effect", "linear"],
+        ),
+        (
+            ["--model.rope_scaling", "llama3", "--model.rope_low_freq_factor", "4"],
+            ["model.rope_low_freq_factor=4.0", "rope_high_freq_factor=4.0"],
+        ),
+        (["--model.rope_high_freq_factor", "0"], ["model.rope_high_freq_factor = 0", "> 0"]),
+        (["--model.rope_original_positions", "1.5"], ["model.rope_original_positions = 1.5", "whole number"]),
+        (["--model.window", "0"], ["model.window = 0", ">= 1"]),
+        (["--model.remat", "some"], ["model.remat = some", "none, full, dots"]),
+        (["--model.attention", "flash"], ["model.attention = flash", "xla, cudnn"]),
+        (
+            ["--model.attention", "cudnn", "--precision.params", "float32"],
+            ["model.attention='cudnn'", "16 bits", "float32"],
+        ),
+        (["--model.attention", "cudnn", "--model.head_dim", "20"], ["model.attention='cudnn'", "head size 20"]),
         (["--model.dropout", "1"], ["model.dropout = 1", "< 1"]),
         (["--precision.params", "float16"], ["precision.params = float16", "bfloat16, float32, auto"]),
         (["--zero.axes", "dp,tp"], ["zero.axes", "tp", "node and dp"]),
@@ -106,9 +143,9 @@ def test_numbers_with_an_exponent_and_the_word_none_mean_the_same_in_a_file(tmp_
         (["--mesh", "dp=-1,tp=-1"], ["-1"]),
         (["--mesh", "tp=3"], ["tp = 3", "model.heads = 4"]),
         (["--mesh", "tp=2", "--model.kv_heads", "1"], ["tp = 2", "model.kv_heads = 1"]),
-        (["--model.heads", "3"], ["model.heads = 3", "model.width = 128"]),
-        (["--model.kv_heads", "3"], ["model.kv_heads = 3", "model.heads = 4"]),
-        (["--model.width", "12"], ["model.width / model.heads = 3", "even"]),
+        (["--model.heads", "3"], ["model.width=128", "heads=3", "head_dim"]),
+        (["--model.kv_heads", "3"], ["model.heads=4", "kv_heads=3"]),
+        (["--model.width", "12"], ["model.width=12 / heads=4", "size 3", "even"]),
         (["--optim.warmup_steps", "20", "--steps", "10"], ["optim.warmup_steps = 20", "steps = 10"]),
         (["--config", "/no/such.yaml"], ["/no/such.yaml", "No such file"]),
         (["--config", "/"], ["--config /"]),
@@ -135,6 +172,8 @@ def test_wrong_flags_are_refused_in_one_line(argv, parts):
         ("zero: {axes: dp}", ["zero.axes = dp", "a list of node and dp"]),
         ("zero: {replicate: [1]}", ["zero.replicate", "a list of texts"]),
         ("log: {profile: 10}", ["log.profile = 10", "text, or none"]),
+        ("model: {preset: 3}", ["model.preset = 3", "text, or none"]),
+        ("model: {preset: [gpt2]}", ["model.preset = [gpt2]", "text, or none"]),
         ("data: {path: 3}", ["data.path = 3", "text, or none"]),
         ("steps: 3\nseed: 1\nsteps: 4", ["'steps' is given twice", "line 3"]),
         ("optim: {lr: 1.0, lr: 2.0}", ["'lr' is given twice"]),
@@ -148,6 +187,31 @@ def test_wrong_files_are_refused_in_one_line(tmp_path, text, parts):
     message = refusal("--config", write(tmp_path, text))
     for part in parts:
         assert part in message
+
+
+def test_a_preset_stands_above_the_defaults_and_below_the_keys_that_are_given(tmp_path):
+    path = write(tmp_path, "model: {preset: gpt2, layers: 6}\n")
+    model = load(["--config", path, "--model.mlp_width", "16", "--model.dropout", "0.1"]).model
+    assert (model.layers, model.mlp_width) == (6, 16)
+    assert (model.width, model.norm, model.biases, model.learned_positions) == (768, "layer", "all", 1024)
+    assert model.dropout == 0.1
+    assert load(["--config", path, "--model.preset", "none"]).model.width == 128
+
+
+def test_a_resolved_preset_holds_its_values_and_reads_back(tmp_path):
+    resolved = resolve(load(["--model.preset", "llama-3.1-8b", "--model.layers", "2"]), 8, "cpu")
+    values = yaml.safe_load(to_yaml(resolved))["model"]
+    assert (values["layers"], values["width"], values["rope_scaling"], values["rope_factor"]) == (2, 4096, "llama3", 8)
+    assert load(["--config", write(tmp_path, to_yaml(resolved))]) == resolved
+
+
+def test_the_models_keys_are_the_decoders_fields_with_its_defaults():
+    fields = {field.name: field.default for field in dataclasses.fields(DecoderConfig)}
+    assert set(Model.model_fields) - {"preset"} == set(fields) - {"dtype", "param_dtype"}
+    for name, default in fields.items():
+        if default is not dataclasses.MISSING and name in Model.model_fields:
+            assert Model.model_fields[name].default == default, name
+    assert load([]).model.decoder("float32") == PRESETS["tiny"]
 
 
 def test_all_that_is_wrong_is_named_at_once():
@@ -184,6 +248,7 @@ def test_nothing_is_left_open_in_a_resolved_config():
         (["--batch_size", "4"], ["batch_size = 4", "1 x 8 = 8"]),
         (["--batch_size", "32", "--micro_batch", "3"], ["batch_size = 32", "3 x 8 = 24"]),
         (["--mesh", "dp=4,tp=2", "--batch_size", "32", "--micro_batch", "5"], ["5 x 4 = 20"]),
+        (["--model.attention", "cudnn"], ["model.attention = cudnn", "not on cpu"]),
     ],
 )
 def test_what_the_devices_do_not_allow_is_refused_in_one_line(argv, parts):

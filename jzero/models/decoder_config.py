@@ -123,10 +123,10 @@ def _check_ranges(config: DecoderConfig) -> None:
 
 
 def _check_heads(config: DecoderConfig) -> None:
-    if config.heads % config.kv_heads:
-        raise ValueError(f"heads={config.heads} is not divisible by kv_heads={config.kv_heads}")
     if config.head_dim is None and config.width % config.heads:
         raise ValueError(f"width={config.width} is not divisible by heads={config.heads}; give head_dim")
+    if config.heads % config.kv_heads:
+        raise ValueError(f"heads={config.heads} is not divisible by kv_heads={config.kv_heads}")
     if config.learned_positions is None and config.head_size % 2:
         raise ValueError(
             f"width={config.width} / heads={config.heads} gives heads of odd size {config.head_size}; "
