@@ -24,6 +24,7 @@ from jzero import mesh as meshes
 from jzero.config import Config, ConfigError, load, profile_steps, resolve, to_yaml
 from jzero.journal import Journal, RunError, Waiting
 from jzero.models.decoder import Decoder, layer_dims, next_token_loss
+from jzero.models.flops import flops_per_token
 from jzero.zero import ShardingError
 
 FAKE_DEVICES = 8
@@ -91,7 +92,7 @@ def train(config: Config) -> None:
     print(f"files: {run_dir}" + (f"; compiled programs: {kept}" if kept else ""), flush=True)
 
     state = run.init()
-    speed = watch.utilization(flops_per_token(config, run))
+    speed = watch.utilization(flops_per_token(config.model.decoder(config.precision.params), config.data.seq_len))
     with Journal(run_dir / "metrics.jsonl", config, schedule, speed) as journal:
         with journal.aside():
             journal.evaluated(0, evaluate(run, state, evals))
@@ -167,16 +168,6 @@ def make_run(config: Config, mesh: jax.sharding.Mesh, schedule: optax.Schedule) 
         )
     except ShardingError as error:  # a pattern that matches nothing, axes of one device
         raise ConfigError(str(error)) from error
-
-
-def flops_per_token(config: Config, run: jzero.Run) -> float:
-    """Operations per trained token, 6 N + 12 layers x width x seq_len (Chowdhery et al. 2022, appendix B).
-
-    N are the parameters that are multiplied with: the table of an embedding that is only looked up is not.
-    """
-    model = config.model
-    multiplied = _parameters(run) - (0 if model.tied else model.vocab * model.width)
-    return 6 * multiplied + 12 * model.layers * model.width * config.data.seq_len
 
 
 def start_cpu_devices() -> None:
