@@ -31,10 +31,11 @@ def directory(setting: str | None) -> Path | None:
     Raises:
         CacheError: it is not a directory, or cannot be written.
     """
-    given = bool(_of_jax("jax_compilation_cache_dir"))
-    if setting is None or not _of_jax("jax_enable_compilation_cache") or (setting == AUTO and given):
+    if setting is None or not _of_jax("jax_enable_compilation_cache"):
         return None
     path = Path(platformdirs.user_cache_dir("jzero") if setting == AUTO else setting).absolute()
+    if setting == AUTO and _of_jax("jax_compilation_cache_dir") not in (None, "", str(path)):
+        return None
     try:
         there = next(p for p in (path, *path.parents) if p.exists())
     except OSError as error:
@@ -67,9 +68,21 @@ def use(setting: str | None) -> Path | None:
     except OSError as error:
         raise _error(setting, path, error.strerror) from None
     jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
+    if _has_names(path):
+        jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return path
+
+
+def _has_names(path: Path) -> bool:
+    """Whether user and group of `path` have names, which those of a container may lack.
+
+    Before 0.12 JAX asks for them to bound a cache, and without them writes nothing.
+    """
+    try:
+        return bool(path.owner() and path.group())
+    except (KeyError, NotImplementedError):
+        return False
 
 
 def _of_jax(name: str) -> Any:

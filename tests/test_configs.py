@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import jzero
-from jzero import optim, train
+from jzero import hlo, optim, targets, train
 from jzero.config import load, resolve
 
 ROOT = Path(__file__).parent.parent
@@ -46,3 +46,14 @@ def test_it_is_a_run_that_can_start(path):
 def test_the_small_ones_train(path, tmp_path):
     short = ["--steps", "3", "--optim.warmup_steps", "1", "--data.eval_batches", "1"]
     assert train.main(["--config", str(path), "--run.dir", str(tmp_path / "run"), *short]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(targets.available() is not None, reason=str(targets.available()))
+def test_llama_3_8b_fits_a_node_of_eight():
+    pytest.importorskip("nvidia.cudnn", reason="compiling its attention needs cuDNN")
+    config = resolve(load(["--config", str(ROOT / "configs/llama-3-8b.yaml")]), 8, "gpu")
+    mesh = jzero.make_mesh(config.mesh, targets.gpu_devices("h100", 8))
+    run = train.make_run(config, mesh, optim.make_schedule("constant", 1.0, 0, 1, 1.0))
+    program = run.lower()["step"].compile(compiler_options=targets.COMPILER_OPTIONS)
+    assert 25e9 < hlo.memory(program).peak_bytes < 35e9  # 18 GB of them are 18 bytes for each of 8 billion / 8

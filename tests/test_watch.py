@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import struct
 import subprocess
@@ -206,6 +207,34 @@ def test_a_directory_that_jax_was_given_stays_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "config", config)
     assert compile_cache.directory("auto") is None
     assert compile_cache.directory(str(tmp_path / "other")) == tmp_path / "other"
-    config.jax_compilation_cache_dir = None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert compile_cache.directory("auto") == tmp_path / "jzero"
+    for first_or_second_time in (None, str(tmp_path / "jzero")):
+        config.jax_compilation_cache_dir = first_or_second_time
+        assert compile_cache.directory("auto") == tmp_path / "jzero"
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_cache_is_bounded_and_so_locked_where_jax_can_do_it(tmp_path, monkeypatch, named):
+    set_to = {}
+    config = SimpleNamespace(
+        jax_compilation_cache_dir=None, jax_enable_compilation_cache=True, update=set_to.__setitem__
+    )
+    monkeypatch.setattr(jax, "config", config)
+    if not named:  # a user of a container that is in no list of users
+        monkeypatch.setattr(Path, "owner", lambda _: {}["no such user"])
+    assert compile_cache.use(str(tmp_path / "programs")) == tmp_path / "programs"
+    bound = {"jax_compilation_cache_max_size": compile_cache.MAX_BYTES} if named else {}
+    every_program = {"jax_persistent_cache_min_compile_time_secs": 0.0}
+    assert set_to == {"jax_compilation_cache_dir": str(tmp_path / "programs"), **every_program, **bound}
+
+
+# The gap between steps.
+
+
+@pytest.mark.slow
+def test_the_host_keeps_the_devices_busy_in_the_default_run(tmp_path):
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, str(ROOT / "examples/benchmarks/host_gap.py"), "--data.eval_batches", "1"]
+    done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=600)
+    steps, share = re.search(r"^(\d+) steps: .* in ([\d.]+)% of the time$", done.stdout, re.MULTILINE).groups()
+    assert (int(steps), float(share) < 2.0) == (30, True), done.stdout
