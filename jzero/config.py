@@ -8,6 +8,7 @@ other (`Config._check_together`), and of the whole against the devices (`resolve
 
 import argparse
 import difflib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+_MIXTURE_TOLERANCE = 1e-6  # thirds are written with a few digits
 
 
 class ConfigError(ValueError):
@@ -119,14 +122,47 @@ class Model(Section):
             raise ValueError(f"model.{error}") from None
 
 
+class MixtureSource(Section):
+    """One source of `data.mixture`; what it does not say is as in `data`."""
+
+    path: str | None = Field(description="file or directory; none: the sources of Python's standard library")
+    weight: Positive = Field(description="part of the training sequences that come from here; all sum to 1")
+    glob: str | None = Field(None, min_length=1, description="which files of a directory")
+    format: Literal["text", "jsonl", "tokens", "auto"] | None = Field(None, description="of the files")
+    text_key: str | None = Field(None, description="where the text is in an object of JSONL")
+    dtype: Literal["uint16", "uint32", "auto"] | None = Field(None, description="of token files")
+
+
 class Data(Section):
-    """Bytes, cut into sequences."""
+    """What is read, and how it becomes sequences."""
 
     path: str | None = Field(None, description="file or directory; none: the sources of Python's standard library")
     glob: str = Field("**/*", min_length=1, description="which files of a directory")
+    format: Literal["text", "jsonl", "tokens", "auto"] = Field(
+        "auto", description="of the files; auto: .jsonl and .ndjson are JSONL, .bin are tokens, all others text"
+    )
+    text_key: str = Field("text", description="where the text is in an object of JSONL")
+    dtype: Literal["uint16", "uint32", "auto"] = Field(
+        "auto", description="of token files; auto: uint16 where model.vocab is at most 65536, else uint32"
+    )
+    tokenizer: str | None = Field(
+        None, min_length=1, description="a tokenizer.json; text is tokenized once, and cached; none: bytes"
+    )
+    eos: str | int | None = Field(
+        None,
+        description="name or id of the token between two documents; none: byte 0, and no such token with a tokenizer",
+    )
+    mixture: tuple[MixtureSource, ...] = Field(
+        (), strict=False, description="sources by weight, instead of path; the weights sum to 1"
+    )
+    packing: Literal["none", "documents"] = Field(
+        "none", description="documents: rows of whole documents that do not see each other; none: windows of the stream"
+    )
     seq_len: Count = Field(128, description="predicted tokens per sequence")
     eval_fraction: Decay = Field(0.05, description="part of the data held out; 0: no evaluation")
-    eval_batches: Count = Field(8, description="batches per evaluation, fewer if the held-out part has fewer")
+    eval_batches: int | None = Field(
+        8, ge=1, lt=2**31, description="batches per evaluation, spread over the held-out part; none: all of it"
+    )
     prefetch: Count = Field(4, description="batches read ahead of the step")
 
 
@@ -227,6 +263,7 @@ class Config(Section):
         if len(set(self.zero.axes)) != len(self.zero.axes):
             raise ValueError(f"zero.axes = {','.join(self.zero.axes)} names an axis twice")
         profile_steps(self)
+        _check_mixture(self.data)
         return self
 
 
@@ -246,6 +283,15 @@ def profile_steps(config: Config) -> tuple[int, int] | None:
     if not 1 <= first <= last <= config.steps:
         raise ValueError(f"log.profile = {text}: must be steps of the run, which go from 1 to steps = {config.steps}")
     return first, last
+
+
+def _check_mixture(data: Data) -> None:
+    weights = [source.weight for source in data.mixture]
+    if data.mixture and data.path is not None:
+        raise ValueError(f"data.path = {data.path} and data.mixture exclude each other: give one of them")
+    if data.mixture and abs(math.fsum(weights) - 1) > _MIXTURE_TOLERANCE:
+        shown = " + ".join(map(str, weights))
+        raise ValueError(f"data.mixture: the weights {shown} sum to {math.fsum(weights):g}; they must sum to 1")
 
 
 def _divides(small_key: str, small: int, large_key: str, large: int) -> None:
@@ -322,7 +368,7 @@ def validate(values: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(e) for e in error.errors())) from None
+        raise ConfigError("; ".join(dict.fromkeys(map(_explain, error.errors())))) from None
 
 
 def to_yaml(config: Config) -> str:
@@ -435,6 +481,8 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
 def _from_text(field: FieldInfo, text: str) -> Any:
     """What a flag's text would be in a file; text that does not fit is left for validation to name."""
     kind, _ = _kind(field)
+    if _is_sources(kind):
+        return [_source_from_text(part) for part in text.strip("[]").split(",") if part.strip()]
     if get_origin(kind) is tuple:
         return [part.strip() for part in text.strip("[]").split(",") if part.strip()]
     if kind is str or all(isinstance(a, str) for a in get_args(kind) or (0,)):
@@ -444,6 +492,19 @@ def _from_text(field: FieldInfo, text: str) -> Any:
     except yaml.YAMLError:
         return text
     return value if isinstance(value, (bool, int, float)) else text
+
+
+def _source_from_text(text: str) -> Any:
+    """PATH=WEIGHT as a file would say it; text that is not of that form is left for validation to name."""
+    path, sign, weight = text.strip().rpartition("=")
+    try:
+        return {"path": path, "weight": float(weight)} if sign else text
+    except ValueError:
+        return text
+
+
+def _is_sources(kind: Any) -> bool:
+    return get_origin(kind) is tuple and get_args(kind)[0] is MixtureSource
 
 
 def _kind(field: FieldInfo) -> tuple[Any, bool]:
@@ -458,6 +519,8 @@ def _allowed(field: FieldInfo) -> str:
     kind, optional = _kind(field)
     if get_origin(kind) is Literal:
         text = "one of " + ", ".join(map(str, get_args(kind)))
+    elif _is_sources(kind):
+        text = "PATH=WEIGHT,PATH=WEIGHT,..., in a file a list of {path: PATH, weight: WEIGHT, ...}"
     elif get_origin(kind) is tuple:
         text = "a list of " + (" and ".join(get_args(get_args(kind)[0])) or "texts")
     else:
@@ -473,6 +536,8 @@ def _explain(error: Any) -> str:
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     known, parts = dict(_leaves(Config)), [str(part) for part in error["loc"]]
+    if parts[:2] == ["data", "mixture"] and len(parts) > 3:
+        return _explain_source(error, f"data.mixture, source {int(parts[2]) + 1}", parts[3])
     if error["type"] in ("extra_forbidden", "invalid_key"):
         return _unknown_key(".".join(parts))
     key = next((k for k in (".".join(parts[:2]), parts[0]) if k in known), ".".join(parts))
@@ -480,6 +545,16 @@ def _explain(error: Any) -> str:
         return f"{key} = {_show(error['input'])}: must be {_allowed(known[key])}"
     inside = ", ".join(name for name in known if name.startswith(f"{key}."))
     return f"{key} = {_show(error['input'])}: must be a section, with keys of {inside}"
+
+
+def _explain_source(error: Any, where: str, name: str) -> str:
+    """One error in one source of a mixture."""
+    fields = MixtureSource.model_fields
+    if error["type"] == "missing":
+        return f"{where}: has no {name}; a source is {{path: PATH, weight: WEIGHT, ...}}"
+    if name not in fields:
+        return f"{where}: {name}: unknown key; the keys of a source are {', '.join(fields)}"
+    return f"{where}: {name} = {_show(error['input'])}: must be {_allowed(fields[name])}"
 
 
 def _unknown_key(key: str, flag: str = "") -> str:

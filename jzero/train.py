@@ -10,18 +10,19 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 
 import jzero
 from jzero import compile_cache, data, optim, watch
 from jzero import mesh as meshes
-from jzero.config import Config, ConfigError, load, profile_steps, resolve, to_yaml
+from jzero.config import Config, ConfigError, Data, load, profile_steps, resolve, to_yaml
 from jzero.journal import Journal, RunError, Waiting
 from jzero.models.decoder import Decoder, layer_dims, next_token_loss
 from jzero.models.flops import flops_per_token
@@ -65,13 +66,21 @@ def train(config: Config) -> None:
     compile_cache.directory(config.run.cache_dir)
     mesh = meshes.make_mesh(config.mesh)
 
-    # Data: held-out batches stay in memory, training batches are read ahead.
-    corpus = data.read(data.files_of(config.data.path, config.data.glob))
-    windows, held_out = data.split(corpus, config.data.seq_len, config.data.eval_fraction)
-    evals = data.eval_batches(held_out, config.batch_size, config.data.eval_batches) if len(held_out) else []
-    batches = data.batches(
-        windows, config.batch_size, seed=config.seed, stop=config.steps, prefetch=config.data.prefetch
+    # Data: checked before anything is written; read ahead, by each process its own rows.
+    sources = sources_of(config.data)
+    parts = data.open_parts(
+        sources,
+        vocab=config.model.vocab,
+        tokenizer=config.data.tokenizer,
+        eos=config.data.eos,
+        seq_len=config.data.seq_len,
+        eval_fraction=config.data.eval_fraction,
+        packing=config.data.packing,
     )
+    reading = {"rows": meshes.process_rows(mesh, config.batch_size), "prefetch": config.data.prefetch}
+    evals = data.EvalBatches(data.all_held_out(parts), config.batch_size, config.data.eval_batches, **reading)
+    samples = data.all_training(parts, [source.weight for source in sources])
+    batches = data.batches(samples, config.batch_size, seed=config.seed, stop=config.steps, **reading)
 
     # The run: three specs per parameter, one compiled step.
     schedule = optim.make_schedule(
@@ -88,7 +97,7 @@ def train(config: Config) -> None:
     run_dir = make_run_dir(config.run.dir)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(run_dir)})})
     claim(run_dir, to_yaml(config))
-    print("\n".join([*describe(config, run), describe_data(windows, held_out)]))
+    print("\n".join([*describe(config, run), *data.describe(parts, evals)]))
     print(f"files: {run_dir}" + (f"; compiled programs: {kept}" if kept else ""), flush=True)
 
     state = run.init()
@@ -106,7 +115,7 @@ def fit(
     run: jzero.Run,
     state: jzero.TrainState,
     batches: Iterable[data.Batch],
-    evals: Sequence[data.Batch],
+    evals: Iterable[data.Batch],
     config: Config,
     journal: Journal,
     trace: watch.Trace,
@@ -130,12 +139,32 @@ def fit(
     return state
 
 
-def evaluate(run: jzero.Run, state: jzero.TrainState, evals: Sequence[data.Batch]) -> tuple[float, float]:
+def evaluate(run: jzero.Run, state: jzero.TrainState, evals: Iterable[data.Batch]) -> tuple[float, float]:
     """(loss per token in nats, number of tokens) over all batches: the sum of losses over the sum of weights."""
-    results = [run.evaluate(state, run.put(batch)) for batch in evals]
-    weights = [float(r["weight"]) for r in results]
-    losses = [float(r["loss"]) * w for r, w in zip(results, weights, strict=True)]
-    return (sum(losses) / sum(weights), sum(weights)) if evals else (math.nan, 0.0)
+    waiting, losses, weights = deque[Any](), [0.0], [0.0]
+
+    def read() -> None:
+        result = waiting.popleft()
+        weights.append(float(result["weight"]))
+        losses.append(float(result["loss"]) * weights[-1])
+
+    for batch in evals:
+        waiting.append(run.evaluate(state, run.put(batch)))
+        if len(waiting) > IN_FLIGHT:  # a long evaluation does not wait in device memory
+            read()
+    while waiting:
+        read()
+    tokens = math.fsum(weights)
+    return (math.fsum(losses) / tokens if tokens else math.nan), tokens
+
+
+def sources_of(settings: Data) -> list[data.Source]:
+    """What a config names to be read."""
+    common: dict[str, Any] = {key: getattr(settings, key) for key in ("glob", "format", "text_key", "dtype")}
+    if not settings.mixture:
+        return [data.Source(path=settings.path, **common)]
+    own = [source.model_dump(exclude_none=True) for source in settings.mixture]
+    return [data.Source(**(common | keys), key="data.mixture") for keys in own]
 
 
 def make_run(config: Config, mesh: jax.sharding.Mesh, schedule: optax.Schedule) -> jzero.Run:
@@ -152,14 +181,13 @@ def make_run(config: Config, mesh: jax.sharding.Mesh, schedule: optax.Schedule) 
         eps=config.optim.eps,
         layer_dims=layer_dims,
     )
-    tokens = jax.ShapeDtypeStruct((config.batch_size, config.data.seq_len + 1), jnp.int32)
     try:
         return jzero.setup(
             lambda: Decoder(sizes, rngs=nnx.Rngs(config.seed)),
             next_token_loss,
             tx,
             mesh,
-            {"tokens": tokens},
+            data.shapes(config.batch_size, config.data.seq_len, config.data.packing),
             stage=config.stage,
             micro_batches=config.batch_size // ((config.micro_batch or 1) * meshes.data_size(mesh)),
             clip_norm=config.optim.clip_norm,
@@ -264,11 +292,6 @@ def describe(config: Config, run: jzero.Run) -> list[str]:
         lines.append(f"whole on every device: {len(run.whole)} leaves, {_mib(total)} of parameters")
         lines += [f"  {leaf.path} {tuple(leaf.shape)} {leaf.nbytes:,} bytes: {leaf.reason}" for leaf in run.whole]
     return [*lines, *(f"note: {note}" for note in run.notes)]
-
-
-def describe_data(windows: data.Windows, held_out: data.Windows) -> str:
-    """The corpus in one line."""
-    return f"data: {len(windows):,} sequences of {windows.seq_len} bytes, {len(held_out):,} more held out"
 
 
 def _parameters(run: jzero.Run) -> int:

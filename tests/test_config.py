@@ -27,6 +27,10 @@ def refusal(*argv):
     return str(caught.value)
 
 
+def sources(loaded):
+    return [(source.path, source.weight) for source in loaded.data.mixture]
+
+
 def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
     path = write(tmp_path, "steps: 7\nseed: 3\noptim: {lr: 0.5, b1: 0.8}\n")
     loaded = load(["--config", path, "--steps", "9", "--optim.lr=0.25"])
@@ -42,6 +46,9 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
         (["--optim.clip_norm", "none"], lambda c: c.optim.clip_norm, None),
         (["--data.path", "none"], lambda c: c.data.path, None),
         (["--data.path", "12"], lambda c: c.data.path, "12"),
+        (["--data.eos", "<|endoftext|>"], lambda c: c.data.eos, "<|endoftext|>"),
+        (["--data.eval_batches", "none"], lambda c: c.data.eval_batches, None),
+        (["--data.mixture", "none=0.7, a=b.txt=3e-1"], sources, [(None, 0.7), ("a=b.txt", 0.3)]),
         (["--run.dir", "true"], lambda c: c.run.dir, "true"),
         (["--model.remat", "none"], lambda c: c.model.remat, "none"),
         (["--model.scan", "false"], lambda c: c.model.scan, False),
@@ -137,6 +144,16 @@ def test_numbers_with_an_exponent_and_the_word_none_mean_the_same_in_a_file(tmp_
         (["--precision.params", "float16"], ["precision.params = float16", "bfloat16, float32, auto"]),
         (["--zero.axes", "dp,tp"], ["zero.axes", "tp", "node and dp"]),
         (["--zero.axes", ""], ["zero.axes = []"]),
+        (["--data.format", "csv"], ["data.format = csv", "text, jsonl, tokens, auto"]),
+        (["--data.dtype", "int8"], ["data.dtype = int8", "uint16, uint32, auto"]),
+        (["--data.packing", "docs"], ["data.packing = docs", "none, documents"]),
+        (["--data.tokenizer", ""], ["data.tokenizer = ", "text"]),
+        (["--data.eval_batches", "0"], ["data.eval_batches = 0", ">= 1"]),
+        (["--data.mixture", "a=0.5,b"], ["data.mixture = b", "PATH=WEIGHT"]),
+        (["--data.mixture", "a=0.5,b=half"], ["data.mixture = b=half", "PATH=WEIGHT"]),
+        (["--data.mixture", "a=0.5,b=0.4"], ["data.mixture: the weights 0.5 + 0.4 sum to 0.9"]),
+        (["--data.mixture", "a=1.5,b=-0.5"], ["data.mixture, source 2: weight = -0.5", "> 0"]),
+        (["--data.mixture", "a=1", "--data.path", "b"], ["data.path = b", "data.mixture", "exclude"]),
         (["--zero.axes", "dp,dp"], ["zero.axes = dp,dp", "twice"]),
         (["--mesh", "db=8"], ["'db'", "did you mean 'dp'?", "node, dp, tp"]),
         (["--mesh", "dp=0"], ["dp=0"]),
@@ -175,6 +192,11 @@ def test_wrong_flags_are_refused_in_one_line(argv, parts):
         ("model: {preset: 3}", ["model.preset = 3", "text, or none"]),
         ("model: {preset: [gpt2]}", ["model.preset = [gpt2]", "text, or none"]),
         ("data: {path: 3}", ["data.path = 3", "text, or none"]),
+        ("data: {eos: 1.5}", ["data.eos = 1.5"]),
+        ("data: {mixture: a}", ["data.mixture = a", "a list of {path: PATH, weight: WEIGHT, ...}"]),
+        ("data: {mixture: [{path: a}]}", ["data.mixture, source 1: has no weight"]),
+        ("data: {mixture: [{path: a, weight: 1, wait: 2}]}", ["source 1: wait: unknown key", "path, weight, glob"]),
+        ("data: {mixture: [{path: a, weight: 1, format: csv}]}", ["source 1: format = csv", "text, jsonl, tokens"]),
         ("steps: 3\nseed: 1\nsteps: 4", ["'steps' is given twice", "line 3"]),
         ("optim: {lr: 1.0, lr: 2.0}", ["'lr' is given twice"]),
         ("[1, 2]", ["list"]),
@@ -223,7 +245,10 @@ def test_all_that_is_wrong_is_named_at_once():
 def test_a_config_survives_the_way_through_yaml(tmp_path):
     argv = ["--stage", "1", "--mesh", "dp=2,tp=2", "--optim.lr", "1e-5", "--optim.clip_norm", "none"]
     argv += ["--zero.replicate", "a*,b: c", "--zero.axes", "dp", "--run.dir", "yes", "--model.norm_eps", "1e-12"]
-    for before in (load(argv), resolve(load(argv), 4, "cpu"), load([])):
+    mixture = "data: {mixture: [{path: none, weight: 0.9}, {path: a.bin, weight: 0.1, dtype: uint32}], eos: 3}"
+    mixed = load(["--config", write(tmp_path, mixture)])
+    assert sources(mixed) == [(None, 0.9), ("a.bin", 0.1)]
+    for before in (load(argv), resolve(load(argv), 4, "cpu"), load([]), mixed):
         assert load(["--config", write(tmp_path, to_yaml(before))]) == before
 
 

@@ -18,6 +18,11 @@ def windows():
     return data.Windows(np.arange(4001) % 251, np.arange(0, 4000, 4), seq_len=4)
 
 
+def corpus_tokens(path, **source):
+    corpus = data.open_corpus(data.Source(path=str(path), **source), vocab=256)
+    return bytes(corpus.tokens[: len(corpus.tokens)].astype(np.uint8))
+
+
 def tokens(iterator):
     return [batch["tokens"] for batch in iterator]
 
@@ -113,22 +118,23 @@ def test_windows_hold_the_bytes_of_the_corpus():
     train, _ = data.split(corpus, 32, 0.1)
     for index in (0, 1, len(train) - 1):
         start = train.starts[index]
-        np.testing.assert_array_equal(train[index], corpus[start : start + 33])
+        np.testing.assert_array_equal(train[index]["tokens"], corpus[start : start + 33])
 
 
 def test_evaluation_is_the_same_every_time_spread_out_and_without_repetition():
     numbered = data.Windows(np.arange(4001), np.arange(0, 4000, 4), 4)
-    first, again = data.eval_batches(numbered, 8, 5), data.eval_batches(numbered, 8, 5)
+    first, again = data.EvalBatches(numbered, 8, 5), data.EvalBatches(numbered, 8, 5)
     np.testing.assert_array_equal(tokens(first), tokens(again))
+    np.testing.assert_array_equal(tokens(first), tokens(first))
     starts = [int(w[0]) for b in tokens(first) for w in b]
     assert len(set(starts)) == 40
     assert max(starts) - min(starts) > 3800
-    assert len(data.eval_batches(numbered, 8, 10_000)) == 125
+    assert len(data.EvalBatches(numbered, 8, 10_000)) == 125
 
 
 def test_rows_of_evaluation_batches_make_up_the_batch(windows):
-    whole = data.eval_batches(windows, 8, 2)
-    parts = [data.eval_batches(windows, 8, 2, rows=r) for r in (slice(0, 4), slice(4, 8))]
+    whole = data.EvalBatches(windows, 8, 2)
+    parts = [data.EvalBatches(windows, 8, 2, rows=r) for r in (slice(0, 4), slice(4, 8))]
     np.testing.assert_array_equal(np.concatenate([tokens(p) for p in parts], axis=1), tokens(whole))
 
 
@@ -146,9 +152,9 @@ def test_a_directory_is_read_in_the_order_of_its_paths_without_hidden_files(tmp_
     for name, text in {"b.txt": "B", "a/z.txt": "Z", "a/y.md": "Y", ".git/x.txt": "no", "c/.h.txt": "no"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert bytes(data.read(data.files_of(str(tmp_path)))) == b"Y\0Z\0B"
-    assert bytes(data.read(data.files_of(str(tmp_path), "**/*.txt"))) == b"Z\0B"
-    assert bytes(data.read(data.files_of(str(tmp_path / "b.txt")))) == b"B"
+    assert corpus_tokens(tmp_path) == b"Y\0Z\0B"
+    assert corpus_tokens(tmp_path, glob="**/*.txt") == b"Z\0B"
+    assert corpus_tokens(tmp_path / "b.txt") == b"B"
 
 
 def test_missing_and_empty_data_are_refused_by_name(tmp_path):
@@ -158,12 +164,10 @@ def test_missing_and_empty_data_are_refused_by_name(tmp_path):
         data.files_of(str(tmp_path))
     (tmp_path / "empty").touch()
     with pytest.raises(DataError, match=r"empty"):
-        data.read(data.files_of(str(tmp_path / "empty")))
+        corpus_tokens(tmp_path / "empty")
     (tmp_path / "also").touch()
     with pytest.raises(DataError, match="all 2 files"):
-        data.read(data.files_of(str(tmp_path)))
-    with pytest.raises(DataError, match=r"gone.*No such file"):
-        data.read([tmp_path / "gone"])
+        corpus_tokens(tmp_path)
 
 
 @pytest.mark.parametrize("size", [1, 127, 128])
@@ -182,9 +186,62 @@ def test_a_part_without_a_sequence_is_refused():
     assert len(tokens(data.batches(train, 4, seed=0, stop=3))) == 3
 
 
-def test_a_held_out_part_smaller_than_a_batch_is_refused(windows):
-    with pytest.raises(DataError, match="1000 sequences, fewer than batch_size = 1001"):
-        data.eval_batches(windows, 1001, 1)
+@pytest.mark.parametrize(("batch_size", "count"), [(8, None), (7, None), (999, None), (1001, 1), (2000, 3), (300, 4)])
+def test_evaluation_over_all_has_every_sequence_once_and_fills_up_with_weight_0(batch_size, count):
+    numbered = data.Windows(np.arange(4001), np.arange(0, 4000, 4), 4)
+    evals = data.EvalBatches(numbered, batch_size, count)
+    assert (evals.sequences, evals.total, len(evals)) == (1000, 1000, -(-1000 // batch_size))
+    rows = [row for b in evals for row in zip(b["tokens"], b["weights"], strict=True)]
+    assert len(rows) == len(evals) * batch_size
+    assert [int(row[0]) for row, weights in rows if weights.all()] == list(range(0, 4000, 4))
+    assert not any(weights.any() for _, weights in rows[1000:])
+
+
+def test_a_cap_on_evaluation_is_a_cap(windows):
+    evals = data.EvalBatches(windows, 8, 5)
+    assert (evals.sequences, evals.total, len(evals)) == (40, 1000, 5)
+    assert len(data.EvalBatches(data.Windows(np.zeros(9), np.zeros(0, int), 4), 8)) == 0
+
+
+@pytest.mark.parametrize("weights", [(0.5, 0.5), (0.7, 0.2, 0.1), (1 / 3, 1 / 3, 1 / 3), (0.999, 0.001), (1.0,)])
+def test_a_mixture_gives_each_source_its_part_of_every_stretch(weights):
+    parts = [data.Windows(np.arange(4001), np.arange(0, 4000, 4), 4) for _ in weights]
+    mixture = data.Mixture(parts, weights)
+    picks = [mixture.pick(k) for k in range(3000)]
+    assert [mixture.pick(k) for k in (17, 2999, 0)] == [picks[17], picks[2999], picks[0]]
+    for source, weight in enumerate(weights):
+        mine = [k for k, (s, _) in enumerate(picks) if s == source]
+        assert [picks[k][1] for k in mine] == list(range(len(mine)))  # its samples in order, none left out
+        count = np.cumsum([s == source for s, _ in picks])
+        assert np.abs(count - weight * np.arange(1, 3001)).max() < len(weights)
+
+
+def test_a_source_of_a_mixture_repeats_nothing_before_its_epoch_ends():
+    small = data.Windows(np.arange(10_000, 10_401), np.arange(0, 400, 4), 4)  # 100 sequences
+    large = data.Windows(np.arange(4001), np.arange(0, 4000, 4), 4)
+    mixture = data.Mixture([large, small], [0.75, 0.25])
+    starts = [int(w[0]) for b in tokens(data.batches(mixture, 8, seed=3, stop=125)) for w in b]
+    from_small = [s for s in starts if s >= 10_000]
+    assert len(from_small) == 250
+    assert sorted(from_small[:100]) == sorted(from_small[100:200]) == list(range(10_000, 10_400, 4))
+    assert from_small[:100] != from_small[100:200]
+    assert len(set(starts) - set(from_small)) == 750
+    assert starts[:8] != [int(w[0]) for b in tokens(data.batches(mixture, 8, seed=4, stop=1)) for w in b]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_a_mixture_is_read_by_rows_and_from_any_step(windows, processes):
+    mixture = data.Mixture([windows, data.Windows(np.arange(500), np.arange(0, 400, 4), 4)], [0.6, 0.4])
+    whole = tokens(data.batches(mixture, 8, seed=1, stop=50))
+    rows = [np.arange(p, 8, processes) for p in range(processes)]  # rows need not lie next to each other
+    parts = [tokens(data.batches(mixture, 8, seed=1, start=40, stop=50, rows=r)) for r in rows]
+    for r, part in zip(rows, parts, strict=True):
+        np.testing.assert_array_equal(part, np.array(whole)[40:, r])
+
+
+def test_weights_that_do_not_sum_to_1_are_refused_with_the_sum(windows):
+    with pytest.raises(DataError, match=r"0.5 \+ 0.4 sum to 0.9, not to 1"):
+        data.Mixture([windows, windows], [0.5, 0.4])
 
 
 @pytest.mark.parametrize(

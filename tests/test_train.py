@@ -72,6 +72,22 @@ def test_wrong_data_end_with_status_2(capsys, tmp_path, monkeypatch):
     assert "100 tokens" in refused(capsys, tmp_path, *batch, "--data.path", "short")
 
 
+def test_data_that_do_not_fit_the_settings_end_with_status_2(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
+    (tmp_path / ".cache" / "jzero" / "tokens").mkdir(parents=True)
+    batch = ["--batch_size", batch_for_these_devices(), "--data.seq_len", "16"]
+    np.arange(500, dtype="<u2").tofile(tmp_path / "ids.bin")
+    assert "token 256 (from 0) has the id 256" in refused(capsys, tmp_path, *batch, "--data.path", "ids.bin")
+    (tmp_path / "lines.jsonl").write_text('{"text": "' + "x" * 500 + '"}\n{"text: 1}\n')
+    assert "lines.jsonl, line 2: not JSON" in refused(capsys, tmp_path, *batch, "--data.path", "lines.jsonl")
+    assert "not a tokenizer.json" in refused(capsys, tmp_path, *batch, "--data.tokenizer", "lines.jsonl")
+    mixture = ["--data.mixture", "none=0.5,ids.bin=0.4"]
+    assert "sum to 0.9" in refused(capsys, tmp_path, *batch, *mixture)
+    mixture = ["--data.mixture", "none=0.5,gone.bin=0.5"]
+    assert "data.mixture = gone.bin: no such file" in refused(capsys, tmp_path, *batch, *mixture)
+
+
 def test_a_directory_that_holds_a_run_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old").mkdir()
@@ -258,6 +274,39 @@ def test_a_run_trains_and_leaves_its_settings_and_metrics(tmp_path, corpus, caps
     assert train.main(argv) == 2
     assert "already holds a run" in capsys.readouterr().err
     assert (run_dir / "metrics.jsonl").read_text() == before
+
+
+def test_a_file_that_shrinks_under_way_ends_the_run_with_status_1(tmp_path, corpus, capsys, monkeypatch):
+    argv = [*TINY, "--data.path", str(corpus), "--run.dir", str(tmp_path / "run"), "--steps", "200"]
+    argv += ["--batch_size", batch_for_these_devices(), "--data.eval_fraction", "0"]
+    init = train.jzero.Run.init
+    monkeypatch.setattr(train.jzero.Run, "init", lambda run: (os.truncate(corpus, 1000), init(run))[1])
+    assert train.main(argv) == 1
+    err = capsys.readouterr().err
+    assert f"{corpus}: changed while it was read: it had 18,000 bytes and now has 1,000" in err
+    assert "Traceback" not in err
+
+
+def test_a_run_on_packed_documents_of_a_mixture_evaluates_all_that_is_held_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rng = np.random.default_rng(0)
+    lengths = {"a.jsonl": rng.integers(0, 60, 100), "b.jsonl": rng.integers(0, 60, 40)}
+    for name, sizes in lengths.items():
+        (tmp_path / name).write_text("".join(json.dumps({"text": "ab" * n}) + "\n" for n in sizes))
+    argv = [*TINY, "--run.dir", str(tmp_path / "run"), "--steps", "3", "--batch_size", batch_for_these_devices()]
+    argv += ["--micro_batch", "1", "--data.eval_batches", "none", "--data.eval_fraction", "0.1"]
+    argv += ["--data.mixture", f"{tmp_path}/a.jsonl=0.75,{tmp_path}/b.jsonl=0.25", "--data.packing", "documents"]
+    assert train.main(argv) == 0
+    assert "evaluation: all" in capsys.readouterr().out
+    predicted = sum(
+        2 * n - (i == len(sizes) - 1) for sizes in lengths.values() for i, n in enumerate(sizes) if held(i, 0.1)
+    )
+    evaluations = [line for line in rows(tmp_path / "run") if "eval_loss" in line]
+    assert [line["eval_tokens"] for line in evaluations] == [predicted] * 2
+
+
+def held(document, fraction):
+    return np.floor((document + 1) * fraction + 0.5) > np.floor(document * fraction + 0.5)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_status_1(tmp_path, corpus, capsys):

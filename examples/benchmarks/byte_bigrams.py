@@ -13,12 +13,15 @@ from jzero.config import load
 
 def main() -> None:
     settings = load([]).data
-    windows, held_out = data.split(data.read(data.files_of(None)), settings.seq_len, settings.eval_fraction)
+    corpus = data.open_corpus(data.Source(), vocab=256)
+    windows, held_out = data.split(corpus.tokens, settings.seq_len, settings.eval_fraction)
     counts = np.ones((256, 256))
-    for window in windows:
+    for i in range(len(windows)):
+        window = windows[i]["tokens"]
         np.add.at(counts, (window[:-1], window[1:]), 1)
     nats = -np.log(counts / counts.sum(axis=1, keepdims=True))
-    losses = [nats[window[:-1], window[1:]].mean() for window in held_out]
+    rows = [held_out[i]["tokens"] for i in range(len(held_out))]
+    losses = [nats[row[:-1], row[1:]].mean() for row in rows]
     print(f"{np.mean(losses):.3f} nats per byte over {len(held_out):,} held-out windows of {settings.seq_len} bytes")
 
 
