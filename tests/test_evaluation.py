@@ -5,10 +5,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tiny_decoder import batches, decoder
+from tiny_decoder import VOCAB, batches, decoder
 
 import jzero
-from jzero import hlo
+from jzero import data, hlo, train
 from jzero.mesh import data_size
 from jzero.models.decoder import next_token_loss
 
@@ -44,3 +44,42 @@ def test_the_loss_is_that_of_the_sequences_one_by_one(stage):
     losses, weights = (np.array([float(s[i]) for s in single]) for i in (0, 1))
     assert float(result["weight"]) == weights.sum()
     np.testing.assert_allclose(float(result["loss"]), losses.sum() / weights.sum(), rtol=2e-6)
+
+
+SEQ_LEN = 16
+
+
+def alone(model, documents):
+    """Sums of losses and weights of sequences, each in a row of its own and without a word of documents."""
+    sums = nnx.jit(next_token_loss)
+    rows = [np.zeros((2, 1, SEQ_LEN + 1)) for _ in documents]
+    for row, document in zip(rows, documents, strict=True):
+        row[0, 0, : len(document)], row[1, 0, 1 : len(document)] = document, 1
+    batches = [{"tokens": r[0].astype(np.int32), "weights": r[1, :, 1:].astype(np.float32)} for r in rows]
+    return np.array([[float(x) for x in sums(model, batch)] for batch in batches]).sum(axis=0)
+
+
+@pytest.mark.parametrize("packing", ["documents", "none"])
+def test_a_held_out_split_that_fills_no_batch_has_the_loss_of_its_sequences_alone(packing):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, SEQ_LEN + 2, 70)
+    documents = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = rng.integers(0, VOCAB, documents[-1])
+    if packing == "documents":
+        samples = data.Packed.of(tokens, documents[:-1], documents[1:], SEQ_LEN)
+        sequences = np.split(tokens, documents[1:-1])
+    else:
+        samples = data.Windows(tokens, np.arange(0, len(tokens) - SEQ_LEN, SEQ_LEN), SEQ_LEN)
+        sequences = [samples[i]["tokens"] for i in range(len(samples))]
+    batch_size = 2 * data_size(jzero.make_mesh(None))
+    batch = data.shapes(batch_size, SEQ_LEN, packing)
+    run = jzero.setup(decoder(), next_token_loss, optax.adam(1e-3), None, batch, stage=3, micro_batches=2)
+    evals = data.EvalBatches(samples, batch_size)
+    assert len(samples) % batch_size
+    assert len(evals) > 1
+    state = run.init()
+    mean, weight = train.evaluate(run, state, evals)
+    loss_alone, weight_alone = alone(run.model(state), sequences)
+    predicted = (lengths - 1).sum() if packing == "documents" else len(samples) * SEQ_LEN
+    assert weight == weight_alone == predicted
+    np.testing.assert_allclose(mean, loss_alone / weight_alone, rtol=2e-6)
