@@ -6,9 +6,12 @@ state, metrics = run.step(state, batch)
 """
 
 from jzero import hlo, targets
+from jzero.chains import make_optimizer
 from jzero.mesh import make_mesh, process_rows
+from jzero.optim import averaged
 from jzero.reads import UnsupportedModelError
 from jzero.run import Precision, Run, Specs, setup
+from jzero.schedules import make_schedule
 from jzero.step import TrainState
 from jzero.use import remat_policy
 from jzero.zero import Whole, Zero
@@ -21,8 +24,11 @@ __all__ = [
     "UnsupportedModelError",
     "Whole",
     "Zero",
+    "averaged",
     "hlo",
     "make_mesh",
+    "make_optimizer",
+    "make_schedule",
     "process_rows",
     "remat_policy",
     "setup",

@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from jzero import mesh
+from jzero import mesh, recipes
 from jzero.models.decoder_config import DecoderConfig
 from jzero.models.presets import PRESETS, preset_fields
 
@@ -166,22 +166,46 @@ class Data(Section):
     prefetch: Count = Field(4, description="batches read ahead of the step")
 
 
+def _setting(key: str, description: str, **limits: Any) -> Any:
+    return Field(None, description=f"{description}; none: {recipes.takers(key)}", **limits)
+
+
 class Optim(Section):
     """The optimizer and its schedule."""
 
-    name: Literal["adamw"] = Field("adamw", description="optimizer; master weights, m and v are float32")
-    lr: Positive = Field(3e-3, description="highest learning rate")
-    weight_decay: NonNegative = Field(0.1, description="decay per step and unit of lr, of matrices only")
-    b1: Decay = Field(0.9, description="decay of the first moment")
-    b2: Decay = Field(0.95, description="decay of the second moment")
-    eps: Positive = Field(1e-8, description="added to the root of the second moment")
+    name: recipes.OptimizerName = Field("adamw", description="optimizer; all its state is float32")
+    lr: float | None = Field(None, gt=0, description=f"highest learning rate; none: {recipes.rates()}")
+    weight_decay: float | None = _setting("weight_decay", "decay per step and unit of lr, of matrices only", ge=0)
+    b1: float | None = _setting("b1", "decay of the first moment", ge=0, lt=1)
+    b2: float | None = _setting("b2", "decay of the second moment", ge=0, lt=1)
+    eps: float | None = _setting("eps", "added to the second moment (adafactor) or its root", gt=0)
+    momentum: float | None = _setting("momentum", "decay of the sum of gradients", ge=0, lt=1)
+    nesterov: bool | None = _setting("nesterov", "the momentum looks one step ahead")
+    adamw_leaves: tuple[str, ...] | None = _setting(
+        "adamw_leaves", "patterns of paths of matrices that adamw trains instead", strict=False
+    )
     warmup_steps: int | None = Field(
         None, ge=0, description="steps of linear warm-up to lr; none: a twentieth of steps"
     )
-    schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="course of lr after the warm-up")
-    min_lr_ratio: Fraction = Field(0.1, description="last learning rate / lr, for linear and cosine")
+    schedule: recipes.ScheduleName = Field("cosine", description="course of lr after the warm-up")
+    min_lr_ratio: Fraction = Field(0.1, description="last learning rate / lr; plateaus do not go below it either")
+    plateau_patience: int | None = Field(
+        None, ge=1, description="windows without a lower loss after which lr is multiplied by plateau_factor; none: off"
+    )
+    plateau_factor: float = Field(0.5, gt=0, lt=1, description="what a plateau of the loss multiplies lr by")
+    plateau_window: Count = Field(10, description="steps in a window, whose mean loss is compared with the lowest")
+    ema: float | None = Field(None, gt=0, lt=1, description="decay of an average of the weights; none: no average")
     clip_norm: float | None = Field(1.0, gt=0, description="largest global gradient norm; none: no clipping")
     max_skipped: Count = Field(10, description="steps with a non-finite gradient in a row that end the run")
+
+    def settings(self) -> dict[str, recipes.Setting]:
+        """What the optimizer takes beside the learning rate: as given, else its own defaults.
+
+        Raises:
+            ValueError: a key is given that it does not take.
+        """
+        given = {key: getattr(self, key) for key in recipes.KEYS}
+        return recipes.RECIPES[self.name].filled(self.name, given)
 
 
 class Precision(Section):
@@ -258,6 +282,7 @@ class Config(Section):
         if model.vocab < BYTES:
             raise ValueError(f"model.vocab = {model.vocab}: the data are bytes, so at least {BYTES}")
         _check_tensor_parallel(model, sizes.get(mesh.TP, 1))
+        _check_optimizer(self.optim)
         if self.optim.warmup_steps is not None and self.optim.warmup_steps > self.steps:
             raise ValueError(f"optim.warmup_steps = {self.optim.warmup_steps} is more than steps = {self.steps}")
         if len(set(self.zero.axes)) != len(self.zero.axes):
@@ -294,6 +319,17 @@ def _check_mixture(data: Data) -> None:
         raise ValueError(f"data.mixture: the weights {shown} sum to {math.fsum(weights):g}; they must sum to 1")
 
 
+def _check_optimizer(optim: Optim) -> None:
+    """Refuses what the chosen optimizer and schedule would not look at."""
+    try:
+        optim.settings()
+    except ValueError as error:
+        raise ValueError(f"optim.{error}") from None
+    for key in ("plateau_factor", "plateau_window"):
+        if optim.plateau_patience is None and getattr(optim, key) != Optim.model_fields[key].default:
+            raise ValueError(f"optim.{key} = {getattr(optim, key)} needs optim.plateau_patience, which is none")
+
+
 def _divides(small_key: str, small: int, large_key: str, large: int) -> None:
     if large % small:
         raise ValueError(f"{small_key} = {small} must divide {large_key} = {large}")
@@ -306,7 +342,7 @@ def _check_tensor_parallel(model: Model, tp: int) -> None:
 
 
 def resolve(config: Config, device_count: int, platform: str) -> Config:
-    """`config` with nothing left open: mesh sizes, microbatch, number format and warm-up are the values of this run.
+    """`config` with nothing left open: mesh sizes, microbatch, number format and optimizer settings are of this run.
 
     Args:
         config: as loaded.
@@ -334,12 +370,14 @@ def resolve(config: Config, device_count: int, platform: str) -> Config:
     if config.model.attention == "cudnn" and platform not in ("gpu", "cuda"):
         raise ConfigError(f"model.attention = cudnn: runs on NVIDIA GPUs, not on {platform}")
     warmup_steps = config.steps // 20 if open_warmup else config.optim.warmup_steps
+    optim = {"lr": recipes.RECIPES[config.optim.name].lr} if config.optim.lr is None else {}
+    optim |= {"warmup_steps": warmup_steps, **config.optim.settings()}
     return config.model_copy(
         update={
             "mesh": ",".join(f"{axis}={size}" for axis, size in sizes.items()),
             "micro_batch": micro_batch,
             "precision": config.precision.model_copy(update={"params": params}),
-            "optim": config.optim.model_copy(update={"warmup_steps": warmup_steps}),
+            "optim": config.optim.model_copy(update=optim),
         }
     )
 
@@ -480,7 +518,9 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _from_text(field: FieldInfo, text: str) -> Any:
     """What a flag's text would be in a file; text that does not fit is left for validation to name."""
-    kind, _ = _kind(field)
+    kind, optional = _kind(field)
+    if optional and text == "none":
+        return text  # the section knows the word
     if _is_sources(kind):
         return [_source_from_text(part) for part in text.strip("[]").split(",") if part.strip()]
     if get_origin(kind) is tuple:

@@ -12,13 +12,10 @@ from typing import Self
 
 import jax
 import numpy as np
-import optax
 from tqdm import tqdm
 
 from jzero.config import Config
 from jzero.watch import Events, device_memory
-
-_LR_BLOCK = 4096  # learning rates computed at a time
 
 
 class RunError(RuntimeError):
@@ -60,32 +57,26 @@ class Waiting:
 class Journal:
     """What is written of a run: lines of metrics.jsonl, the same as TensorBoard events, and a progress bar.
 
-    A line of training has step, loss (nats per token), grad_norm (before clipping), lr, skipped (steps so far), tokens
-    (trained on so far), tokens_per_s and step_s (seconds per step since the line before, without what was done `aside`;
-    the first line's include compilation), what `speed` adds (mfu), and memory_bytes and peak_memory_bytes of the
-    fullest device where the backend counts.  A line of evaluation has step, eval_loss and eval_tokens.  What is not
-    finite is null.
+    A line of training has step, loss (nats per token), grad_norm (before clipping), lr (of the last update that was not
+    skipped), skipped (steps so far), tokens (trained on so far), tokens_per_s and step_s (seconds per step since the
+    line before, without what was done `aside`; the first line's include compilation), what `speed` adds (mfu), and
+    memory_bytes and peak_memory_bytes of the fullest device where the backend counts.  A line of evaluation has step,
+    eval_loss, eval_tokens and, if the run keeps an average of the weights, its ema_eval_loss.  What is not finite is
+    null.
     """
 
     def __init__(
-        self,
-        path: Path,
-        config: Config,
-        schedule: optax.Schedule,
-        speed: Callable[[float], Mapping[str, float]] = lambda _: {},
+        self, path: Path, config: Config, speed: Callable[[float], Mapping[str, float]] = lambda _: {}
     ) -> None:
         """Opens the files: `path` and, beside it, events.
 
         Args:
             path: of metrics.jsonl, which is not there yet.
             config: resolved.
-            schedule: update -> learning rate.
             speed: tokens per second -> what else to say about them.
         """
         self._config = config
         self._speed_of = speed
-        self._schedule = jax.jit(jax.vmap(schedule))
-        self._lr = np.zeros(0)
         self._tokens_per_step = config.batch_size * config.data.seq_len
         self._file = path.open("x", encoding="utf-8")
         self._events = Events(path.parent) if config.log.tensorboard else None
@@ -113,11 +104,10 @@ class Journal:
             RunError: `optim.max_skipped` steps in a row were skipped.
         """
         for step, metrics in steps:
-            lr = self._lr_of(step - 1 - self._skipped)  # the schedule does not move on a skipped step
             self._skipped += bool(metrics["skipped_in_row"])
             failed = metrics["skipped_in_row"] >= self._config.optim.max_skipped
             if failed or step in (1, self._config.steps) or step % self._config.log.every == 0:
-                self._log(step, lr, metrics)
+                self._log(step, metrics)
             self._bar.set_description("training", refresh=False)
             self._bar.update()
             self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}{self._speed}", refresh=False)
@@ -127,13 +117,19 @@ class Journal:
                     f"(optim.max_skipped); try a lower optim.lr, a longer warm-up or precision.params = float32"
                 )
 
-    def evaluated(self, step: int, result: tuple[float, float]) -> None:
-        """Takes in an evaluation after `step`; one over no tokens leaves no trace."""
+    def evaluated(self, step: int, result: tuple[float, float], average: tuple[float, float] | None = None) -> None:
+        """Takes in an evaluation after `step`, and one of the average of the weights; over no tokens, no trace is left.
+
+        Args:
+            result, average: (loss in nats per token, number of tokens).
+        """
         loss, tokens = result
         if tokens:
-            self._write({"step": step, "eval_loss": loss, "eval_tokens": int(tokens)})
+            of_average = {} if average is None else {"ema_eval_loss": average[0]}
+            self._write({"step": step, "eval_loss": loss, **of_average, "eval_tokens": int(tokens)})
             self._evals.append((step, loss))
-            self.say(f"step {step}: held-out loss {loss:.4f} nats per token")
+            also = "".join(f", of the averaged weights {value:.4f}" for value in of_average.values())
+            self.say(f"step {step}: held-out loss {loss:.4f} nats per token{also}")
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -167,14 +163,7 @@ class Journal:
         if self._evals and not math.isfinite(self._evals[-1][1]):
             raise RunError(f"the held-out loss after step {self._evals[-1][0]} is {self._evals[-1][1]}")
 
-    def _lr_of(self, update: int) -> float:
-        # Many at a time: a value that the devices compute waits there behind the steps under way.
-        block, i = divmod(update, _LR_BLOCK)
-        if not self._lr.size or i == 0:
-            self._lr = np.asarray(self._schedule(block * _LR_BLOCK + np.arange(_LR_BLOCK, dtype=np.int32)))
-        return self._lr[i].item()
-
-    def _log(self, step: int, lr: float, metrics: Mapping[str, float]) -> None:
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = time.perf_counter()
         step_s = (now - self._clock) / (step - self._logged)
         speed = {
@@ -183,7 +172,7 @@ class Journal:
             "step_s": step_s,
             **self._speed_of(self._tokens_per_step / step_s),
         }
-        self._write({"step": step, **metrics, "lr": lr, **speed, **device_memory()})
+        self._write({"step": step, **metrics, **speed, **device_memory()})
         mfu = speed.get("mfu")
         if step > 1:  # the first has compiled
             self._speed = f", {speed['tokens_per_s']:,.0f} tokens/s" + (f", mfu {mfu:.1%}" if mfu else "")

@@ -1,4 +1,4 @@
-"""Optimizers: the update that the step calls, float32 masters, and the named optax chains.
+"""The update that the step calls: any optax transformation, float32 masters, an average of the weights.
 
 The step runs the optimizer on global arrays, outside of the manual region, so every optax transformation is right at
 every stage without knowing of shards.  It calls an `Optimizer`, the smallest interface that lets parameters be held in
@@ -13,11 +13,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jzero.zero import Path
-
-SCHEDULES = ("constant", "linear", "cosine")
-OPTIMIZERS = ("adamw",)
-
 
 class Optimizer(NamedTuple):
     """How parameters change.
@@ -25,10 +20,12 @@ class Optimizer(NamedTuple):
     Attributes:
         init: values as the model makes them -> optimizer state.
         update: (gradients, state, parameters at rest, loss) -> (parameters at rest, state).
+        report: state -> scalars to log, by name.
     """
 
     init: Callable[[Any], Any]
     update: Callable[[Any, Any, Any, jax.Array], tuple[Any, Any]]
+    report: Callable[[Any], dict[str, jax.Array]]
 
 
 class WithMaster(NamedTuple):
@@ -58,7 +55,7 @@ def with_master(tx: optax.GradientTransformation, dtypes: Any) -> Optimizer:
         return jax.tree.map(lambda dtype, x: x.astype(jnp.promote_types(dtype, jnp.float32)), dtypes, values)
 
     if not any(jax.tree.leaves(narrow)):
-        return Optimizer(lambda values: tx.init(updated_in(values)), lambda *args: _apply(tx, *args))
+        return Optimizer(lambda values: tx.init(updated_in(values)), lambda *args: _apply(tx, *args), learning_rate_of)
 
     def init(values: Any) -> WithMaster:
         values = updated_in(values)
@@ -70,7 +67,7 @@ def with_master(tx: optax.GradientTransformation, dtypes: Any) -> Optimizer:
         master = jax.tree.map(lambda n, x: x if n else optax.MaskedNode(), narrow, values)
         return jax.tree.map(lambda x, p: x.astype(p.dtype), values, params), WithMaster(master, inner)
 
-    return Optimizer(init, update)
+    return Optimizer(init, update, learning_rate_of)
 
 
 def _apply(
@@ -83,62 +80,76 @@ def _apply(
     return optax.apply_updates(params, updates), state
 
 
-def make_schedule(kind: str, lr: float, warmup_steps: int, steps: int, min_lr_ratio: float = 0.1) -> optax.Schedule:
-    """Linear warm-up to the peak `lr`, then decay to `lr * min_lr_ratio`; step k, from 0, uses `schedule(k)`.
+def learning_rate_of(opt_state: Any) -> dict[str, jax.Array]:
+    """`lr`, where exactly one scalar of the state is called `learning_rate`; else nothing.
 
-    Warm-up: `lr * (k + 1) / warmup_steps`, so the first step already moves and the last of the warm-up is at the peak.
-    Decay: from the peak at step `warmup_steps` to the minimum at step `steps`, one after the last; there it stays.
-    A warm-up that takes all steps ends at the peak and stays there.
+    Those of `jzero.make_optimizer` and of `optax.inject_hyperparams` have one: the rate of the last update.
+    """
+    found = [x for _, x in optax.tree.get_all_with_path(opt_state, "learning_rate") if jnp.shape(jnp.asarray(x)) == ()]
+    return {"lr": jnp.asarray(found[0], jnp.float32)} if len(found) == 1 else {}
+
+
+class Averaged(NamedTuple):
+    """State of `averaged`.
+
+    Attributes:
+        updates: int32, how many the average is over.
+        average: of the parameters, float32, in the layout of m and v.
+        inner: the state of the transformation that trains them.
+    """
+
+    updates: jax.Array
+    average: Any
+    inner: Any
+
+
+def averaged(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransformationExtraArgs:
+    """`tx`, which trains as before, with an exponential moving average of the parameters in its state, in float32.
+
+    average <- d * average + (1 - d) * parameters after the update, from the parameters as they were born, with
+    d = min(decay, (1 + k) / (10 + k)) at update k, from 0: early averages do not hang on to where training began (the
+    rule of TensorFlow's `ExponentialMovingAverage(num_updates=k)`).  `run.averaged(state)` brings the average to where
+    the model reads it.
 
     Args:
-        kind: of decay: "constant" (none), "linear", or "cosine" (Loshchilov and Hutter 2017, equation 5, one period).
-        steps: optimizer steps of the whole run, warm-up included.
+        tx: the whole optimizer; what stands behind `averaged` in a chain would change updates that it has counted.
+        decay: above 0, below 1; about 1 - 1 / (updates to remember).
 
     Raises:
-        ValueError: an unknown kind, or a warm-up that is negative or longer than the run.
+        ValueError: a decay outside of that.
     """
-    if not 0 <= warmup_steps <= steps:
-        raise ValueError(f"warmup_steps={warmup_steps} must be between 0 and steps={steps}")
-    decay_steps = steps - warmup_steps
-    kinds = {
-        "constant": lambda: optax.constant_schedule(lr),
-        "linear": lambda: optax.linear_schedule(lr, lr * min_lr_ratio, decay_steps),
-        "cosine": lambda: optax.cosine_decay_schedule(lr, decay_steps, alpha=min_lr_ratio),
-    }
-    if kind not in kinds:
-        raise ValueError(f"schedule {kind!r} is not one of {', '.join(SCHEDULES)}")
-    decay = kinds[kind if decay_steps else "constant"]()
-    if warmup_steps == 0:
-        return decay
-    warmup = optax.linear_schedule(lr / warmup_steps, lr, max(warmup_steps - 1, 1))
-    return optax.join_schedules([warmup, decay], [warmup_steps])
+    if not 0 < decay < 1:
+        raise ValueError(f"decay={decay!r} of the average must be above 0 and below 1")
+    tx = optax.with_extra_args_support(tx)
 
+    def init(params: Any) -> Averaged:
+        # A copy, not the array itself: a buffer that is donated twice is an error.
+        average = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), params)
+        return Averaged(jnp.zeros((), jnp.int32), average, tx.init(params))
 
-def make_optimizer(
-    name: str,
-    schedule: optax.Schedule,
-    *,
-    weight_decay: float = 0.0,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    layer_dims: Callable[[Path], int] = lambda _: 0,
-) -> optax.GradientTransformation:
-    """The named optax chain; weight decay on matrices alone.
-
-    Args:
-        layer_dims: how many leading dims of the leaf at a path number layers; stacking layers does not turn a norm's
-            scale into a matrix.
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    if name != "adamw":
-        raise ValueError(f"optimizer {name!r} is not one of {', '.join(OPTIMIZERS)}")
-
-    def is_matrix(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, x: x.ndim - layer_dims(tuple(k.key for k in path)) >= 2, params
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Averaged]:
+        updates, inner = tx.update(updates, state.inner, params, **extra)
+        k = state.updates.astype(jnp.float32)
+        rest = 1 - jnp.minimum(decay, (1 + k) / (10 + k))
+        average = jax.tree.map(
+            lambda old, x: old + rest * (x.astype(old.dtype) - old), state.average, optax.apply_updates(params, updates)
         )
+        return updates, Averaged(jnp.asarray(optax.safe_increment(state.updates)), average, inner)
 
-    return optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=is_matrix)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def average_of(opt_state: Any) -> Any:
+    """The averaged parameters that an optimizer state holds.
+
+    Raises:
+        ValueError: it holds none, or several.
+    """
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Averaged))
+    found = [node.average for node in nodes if isinstance(node, Averaged)]
+    if len(found) != 1:
+        raise ValueError(
+            f"the optimizer state holds {len(found) or 'no'} averages of the parameters: set it up with "
+            f"tx=jzero.averaged(tx, decay), once"
+        )
+    return found[0]

@@ -21,7 +21,7 @@ from jzero.template import Template
 from jzero.use import ASSIGNED
 from jzero.zero import Layout, Path, path_name
 
-RESERVED = frozenset({"loss", "weight", "grad_norm", "skipped", "skipped_in_row"})
+RESERVED = frozenset({"loss", "weight", "grad_norm", "lr", "skipped", "skipped_in_row"})
 LossFn = Callable[[Any, Any], tuple[Any, ...]]
 
 Values = Mapping[Path, Any]

@@ -4,6 +4,7 @@
 the specs that they hold the train state to.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -21,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 from jzero import zero as zero_lib
 from jzero.gradients import Gradients, abstract_rows, device_dtype, rows_per_device
 from jzero.mesh import as_mesh, batch_sharding, data_size, process_rows
-from jzero.optim import with_master
+from jzero.optim import average_of, with_master
 from jzero.probe import LossFn, Probe, hoisted, layer_dims, notes, probe
-from jzero.step import Metrics, TrainState, evaluate_step, init_state, train_step
+from jzero.step import Metrics, TrainState, at_rest, evaluate_step, init_state, train_step
 from jzero.template import Template, split_abstract, value_of
 from jzero.zero import Layout, Leaf, Path, Whole, Zero, data_part
 
@@ -82,6 +83,8 @@ class Run:
         whole: the parameters that the stage would shard and could not, each with the reason.
         notes: what a user should know of how this model runs.
         micro_batches: forward-backward passes per step.
+        per_layer: the trained parameters as layers read them, a nested dict of ShapeDtypeStruct: where layers are
+            stacked, one layer's.
     """
 
     mesh: Mesh
@@ -90,11 +93,13 @@ class Run:
     whole: tuple[Whole, ...]
     notes: tuple[str, ...]
     micro_batches: int
+    per_layer: Any
     _gradients: Gradients
     _abstract_batch: Any
     _init: Callable[[], TrainState]
     _step: Any
     _evaluate: Any
+    _average_at_rest: Any
 
     def init(self) -> TrainState:
         """A new train state, every array born in its shards."""
@@ -109,7 +114,9 @@ class Run:
 
         Returns:
             The new state, and scalars on the device: float32 `loss` (exact mean), `grad_norm` (before clipping),
-            `weight` and the sums that the loss function returned; int32 `skipped` and `skipped_in_row`.
+            `weight` and the sums that the loss function returned; `lr` of the last update that was not skipped, where
+            the optimizer's state has it (`jzero.make_optimizer`, `optax.inject_hyperparams`); int32 `skipped` and
+            `skipped_in_row`.
 
         Raises:
             ValueError: a batch dim that the data-parallel devices times the microbatches do not divide, or a state that
@@ -126,6 +133,19 @@ class Run:
         rows = rows_per_device(_whole(batch, self.mesh), self.mesh, 1)
         with jax.set_mesh(self.mesh):
             return self._evaluate(state, self._placed(batch), self._evaluation_parts(rows))
+
+    def averaged(self, state: TrainState) -> TrainState:
+        """A state whose parameters are the averages that `jzero.averaged` keeps, at rest: to evaluate or to export.
+
+        It shares all else, and where nothing moves the averages too, with `state`: use it before the next step.
+
+        Raises:
+            ValueError: the optimizer keeps no average, or the state is used up.
+        """
+        _check_alive(state)
+        average = average_of(state.opt_state)
+        with jax.set_mesh(self.mesh):
+            return dataclasses.replace(state, params=self._average_at_rest(average))
 
     def model(self, state: TrainState) -> nnx.Module:
         """The NNX module on the state's global arrays."""
@@ -180,7 +200,7 @@ class Run:
 def setup(
     model_fn: Callable[[], nnx.Module],
     loss_fn: LossFn,
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | Callable[[Any], optax.GradientTransformation],
     mesh: Mesh | str | Mapping[str, int] | None,
     batch: Any,
     *,
@@ -197,7 +217,9 @@ def setup(
         model_fn: () -> the model, unmodified.
         loss_fn: (model, batch) -> (sum of losses, weight), or with a dict of sums as a third value.  Its mean over a
             batch is sum / weight, whatever the devices and microbatches.
-        tx: sees float32 gradients of the mean loss, after clipping.
+        tx: sees float32 gradients of the mean loss, after clipping.  Or a function that makes it from the trained
+            parameters as layers read them, a nested dict of ShapeDtypeStruct: for masks by rank, since a stacked norm's
+            scale is no matrix.
         mesh: from `make_mesh`, or what `make_mesh` takes.
         batch: one batch, arrays or ShapeDtypeStructs; the first dim is the batch.
         stage: 0 to 3.
@@ -215,6 +237,7 @@ def setup(
     mesh = as_mesh(mesh)
     _check_arguments(tx, micro_batches, clip_norm)
     seen = _look(model_fn, loss_fn, trainable, mesh, batch, micro_batches, precision.params)
+    per_layer = unflatten_dict({path: _of_one_layer(x, seen.layers[path]) for path, x in seen.trained().items()})
     layouts, whole = zero_lib.layouts(seen.leaves(), stage, zero, mesh, precision.reduce, precision.grads)
     gradients = Gradients(
         template=seen.template,
@@ -229,7 +252,8 @@ def setup(
         keep=not zero.regather,
         sum_names=seen.found.sum_names,
     )
-    optimizer = with_master(tx, unflatten_dict({path: x.dtype for path, x in seen.trained().items()}))
+    dtypes = unflatten_dict({path: x.dtype for path, x in seen.trained().items()})
+    optimizer = with_master(_transformation(tx, per_layer), dtypes)
     limit = math.inf if clip_norm is None else clip_norm
     init = functools.partial(init_state, model_fn, seen.template, trainable, seen.params, optimizer)
     with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
@@ -250,6 +274,7 @@ def setup(
             *_note_on_opt_state(layouts, shapes.opt_state, specs.opt_state),
         ),
         micro_batches=micro_batches,
+        per_layer=per_layer,
         _gradients=gradients,
         _abstract_batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, device_dtype(x), sharding=rows), batch),
         _init=jax.jit(init, out_shardings=shardings),
@@ -260,6 +285,7 @@ def setup(
             donate_argnums=0,
         ),
         _evaluate=jax.jit(evaluate, static_argnums=2, in_shardings=(shardings, rows)),
+        _average_at_rest=jax.jit(functools.partial(at_rest, gradients, mesh, dtypes), out_shardings=shardings.params),
     )
 
 
@@ -352,6 +378,10 @@ def _at_rest(variable: Any, dtype: str | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, dtype if narrows else value.dtype)
 
 
+def _of_one_layer(x: jax.ShapeDtypeStruct, layer_dims: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[layer_dims:], x.dtype)
+
+
 def _abstract(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
@@ -391,12 +421,25 @@ def _check_alive(state: TrainState) -> None:
 
 
 def _check_arguments(tx: Any, micro_batches: Any, clip_norm: Any) -> None:
-    if not hasattr(tx, "init") or not hasattr(tx, "update"):
-        raise TypeError(f"tx must be an optax transformation, such as optax.adamw(1e-3); got {tx!r}")
+    if not callable(tx):
+        _check_transformation(tx, "tx")
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches!r} must be a whole number, at least 1")
     if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
         raise ValueError(f"clip_norm={clip_norm!r} must be a positive number; None does not clip")
+
+
+def _transformation(tx: Any, per_layer: Any) -> optax.GradientTransformation:
+    if hasattr(tx, "init") and hasattr(tx, "update"):
+        return tx
+    made = tx(per_layer)
+    _check_transformation(made, "what tx made of the parameters")
+    return made
+
+
+def _check_transformation(tx: Any, name: str) -> None:
+    if not hasattr(tx, "init") or not hasattr(tx, "update"):
+        raise TypeError(f"{name} must be an optax transformation, such as optax.adamw(1e-3); got {tx!r}")
 
 
 def _tree_bytes(shapes: Any, specs: Any, mesh: Mesh) -> int:

@@ -94,7 +94,18 @@ def train_step(
         skipped_in_row=(state.skipped_in_row + 1) * skip,
     )
     counts = {"skipped": after.skipped, "skipped_in_row": after.skipped_in_row}
-    return after, {**sums, "loss": loss, "grad_norm": norm, **counts}
+    return after, {**sums, "loss": loss, "grad_norm": norm, **optimizer.report(opt_state), **counts}
+
+
+def at_rest(gradients: Gradients, mesh: Mesh, dtypes: Any, values: Any) -> Any:
+    """Values in the layout of the optimizer state, such as an average of the parameters, as parameters at rest.
+
+    Args:
+        dtypes: tree of the dtypes at rest.
+    """
+    layouts = {path: gradients.layouts[path] for path in gradients.slots}
+    values = flatten_dict(jax.tree.map(lambda dtype, x: x.astype(dtype), dtypes, values))
+    return unflatten_dict(_publish(_constrain(values, layouts, mesh), layouts, mesh))
 
 
 def evaluate_step(gradients: Gradients, mesh: Mesh, state: TrainState, batch: Any, micro_batches: int) -> Metrics:

@@ -6,6 +6,7 @@ which a program of your own would make the calls.
 Exit status: 0, the run reached its last step; 1, it failed; 2, the input was wrong and nothing was written.
 """
 
+import functools
 import math
 import os
 import sys
@@ -17,14 +18,15 @@ from typing import Any
 
 import jax
 import optax
+import optax.contrib
 from flax import nnx
 
 import jzero
-from jzero import compile_cache, data, optim, watch
+from jzero import chains, compile_cache, data, watch
 from jzero import mesh as meshes
 from jzero.config import Config, ConfigError, Data, load, profile_steps, resolve, to_yaml
 from jzero.journal import Journal, RunError, Waiting
-from jzero.models.decoder import Decoder, layer_dims, next_token_loss
+from jzero.models.decoder import Decoder, next_token_loss
 from jzero.models.flops import flops_per_token
 from jzero.zero import ShardingError
 
@@ -83,14 +85,7 @@ def train(config: Config) -> None:
     batches = data.batches(samples, config.batch_size, seed=config.seed, stop=config.steps, **reading)
 
     # The run: three specs per parameter, one compiled step.
-    schedule = optim.make_schedule(
-        config.optim.schedule,
-        config.optim.lr,
-        config.optim.warmup_steps or 0,
-        config.steps,
-        config.optim.min_lr_ratio,
-    )
-    run = make_run(config, mesh, schedule)
+    run = make_run(config, mesh)
 
     # From here on the run leaves traces.
     kept = compile_cache.use(config.run.cache_dir)
@@ -102,9 +97,9 @@ def train(config: Config) -> None:
 
     state = run.init()
     speed = watch.utilization(flops_per_token(config.model.decoder(config.precision.params), config.data.seq_len))
-    with Journal(run_dir / "metrics.jsonl", config, schedule, speed) as journal:
+    with Journal(run_dir / "metrics.jsonl", config, speed) as journal:
         with journal.aside():
-            journal.evaluated(0, evaluate(run, state, evals))
+            journal.evaluated(0, *evaluations(run, state, evals, config))
         with watch.Trace(profile_steps(config), run_dir / "profile", journal.say, journal.aside) as trace:
             fit(run, state, batches, evals, config, journal, trace)
     print(journal.summary())
@@ -135,8 +130,16 @@ def fit(
         if step % config.log.eval_every == 0 or step == config.steps:
             journal.trained(waiting.rest())
             with journal.aside():
-                journal.evaluated(step, evaluate(run, state, evals))
+                journal.evaluated(step, *evaluations(run, state, evals, config))
     return state
+
+
+def evaluations(
+    run: jzero.Run, state: jzero.TrainState, evals: Iterable[data.Batch], config: Config
+) -> list[tuple[float, float]]:
+    """`evaluate` of the weights and, if the run keeps one, of their average."""
+    states = [state] if config.optim.ema is None else [state, run.averaged(state)]
+    return [evaluate(run, each, evals) for each in states]
 
 
 def evaluate(run: jzero.Run, state: jzero.TrainState, evals: Iterable[data.Batch]) -> tuple[float, float]:
@@ -167,25 +170,16 @@ def sources_of(settings: Data) -> list[data.Source]:
     return [data.Source(**(common | keys), key="data.mixture") for keys in own]
 
 
-def make_run(config: Config, mesh: jax.sharding.Mesh, schedule: optax.Schedule) -> jzero.Run:
+def make_run(config: Config, mesh: jax.sharding.Mesh) -> jzero.Run:
     """The ZeRO run that a resolved config describes; no array is made."""
     precision, dtype = config.precision, config.precision.params
     # Made in float32 whatever the precision, so that the masters are not rounded; `setup` brings them to rest.
     sizes = config.model.decoder(dtype)
-    tx = optim.make_optimizer(
-        config.optim.name,
-        schedule,
-        weight_decay=config.optim.weight_decay,
-        b1=config.optim.b1,
-        b2=config.optim.b2,
-        eps=config.optim.eps,
-        layer_dims=layer_dims,
-    )
     try:
         return jzero.setup(
             lambda: Decoder(sizes, rngs=nnx.Rngs(config.seed)),
             next_token_loss,
-            tx,
+            functools.partial(make_optimizer, config),
             mesh,
             data.shapes(config.batch_size, config.data.seq_len, config.data.packing),
             stage=config.stage,
@@ -196,6 +190,32 @@ def make_run(config: Config, mesh: jax.sharding.Mesh, schedule: optax.Schedule) 
         )
     except ShardingError as error:  # a pattern that matches nothing, axes of one device
         raise ConfigError(str(error)) from error
+
+
+def make_optimizer(config: Config, per_layer: Any) -> optax.GradientTransformation:
+    """The optimizer that a resolved config describes.
+
+    Args:
+        per_layer: the parameters as layers read them.
+
+    Raises:
+        ConfigError: a pattern that matches no parameter.
+    """
+    optim = config.optim
+    schedule = jzero.make_schedule(
+        optim.schedule, optim.lr or 0.0, optim.warmup_steps or 0, config.steps, optim.min_lr_ratio
+    )
+    plateau = optim.plateau_patience and optax.contrib.reduce_on_plateau(
+        optim.plateau_factor,
+        optim.plateau_patience,
+        accumulation_size=optim.plateau_window,
+        min_scale=optim.min_lr_ratio,
+    )
+    try:
+        tx = jzero.make_optimizer(optim.name, schedule, per_layer, plateau=plateau or None, **optim.settings())
+    except ValueError as error:
+        raise ConfigError(f"optim.{error}") from None
+    return tx if optim.ema is None else jzero.averaged(tx, optim.ema)
 
 
 def start_cpu_devices() -> None:
@@ -287,11 +307,25 @@ def describe(config: Config, run: jzero.Run) -> list[str]:
         + ", ".join(f"{name} {_mib(size)}" for name, size in at_rest.items() if size)
         + f"; gradients add {_mib(run.grads_bytes())} during a step",
     ]
+    lines.append(_describe_optimizer(config, run))
     if run.whole:
         total = sum(leaf.nbytes for leaf in run.whole)
         lines.append(f"whole on every device: {len(run.whole)} leaves, {_mib(total)} of parameters")
         lines += [f"  {leaf.path} {tuple(leaf.shape)} {leaf.nbytes:,} bytes: {leaf.reason}" for leaf in run.whole]
     return [*lines, *(f"note: {note}" for note in run.notes)]
+
+
+def _describe_optimizer(config: Config, run: jzero.Run) -> str:
+    optim = config.optim
+    decayed = jax.tree.leaves(chains.matrices(run.per_layer))
+    settings = ", ".join(f"{key} {value}" for key, value in optim.settings().items() if isinstance(value, int | float))
+    text = (
+        f"optimizer: {optim.name} (lr {optim.lr}, {settings}); weight decay on {sum(decayed)} of {len(decayed)} leaves"
+    )
+    if optim.adamw_leaves is not None:
+        hidden = jax.tree.leaves(chains.hidden_matrices(run.per_layer, optim.adamw_leaves))
+        text += f", {sum(hidden)} of them orthogonalised"
+    return text if optim.ema is None else f"{text}; average of the weights, decay {optim.ema}"
 
 
 def _parameters(run: jzero.Run) -> int:

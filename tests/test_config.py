@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-from jzero import config
+from jzero import config, recipes
 from jzero.config import ConfigError, Model, load, resolve, to_yaml, validate
 from jzero.models.decoder_config import DecoderConfig
 from jzero.models.presets import PRESETS
@@ -60,6 +60,11 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
         (["--run.cache_dir", "none"], lambda c: c.run.cache_dir, None),
         (["--log.profile", "7-9"], config.profile_steps, (7, 9)),
         (["--log.profile", "none"], config.profile_steps, None),
+        (["--optim.lr", "none"], lambda c: c.optim.lr, None),
+        (["--optim.name", "sgd", "--optim.nesterov", "true"], lambda c: c.optim.nesterov, True),
+        (["--optim.name", "muon", "--optim.adamw_leaves", "a*,b"], lambda c: c.optim.adamw_leaves, ("a*", "b")),
+        (["--optim.adamw_leaves", "none"], lambda c: c.optim.adamw_leaves, None),
+        (["--optim.ema", "0.99"], lambda c: c.optim.ema, 0.99),
     ],
 )
 def test_a_flag_means_what_it_says(argv, read, value):
@@ -104,6 +109,24 @@ def test_numbers_with_an_exponent_and_the_word_none_mean_the_same_in_a_file(tmp_
         (["--optim.lr", "nan"], ["optim.lr = nan", "> 0"]),
         (["--optim.lr", "inf"], ["optim.lr = inf", "> 0"]),
         (["--optim.schedule", "cosin"], ["optim.schedule = cosin", "constant, linear, cosine"]),
+        (["--optim.name", "adam"], ["optim.name = adam", "adamw, lion, adafactor, sgd, muon"]),
+        (["--optim.momentum", "0.9"], ["optim.momentum = 0.9: adamw has none", "weight_decay, b1, b2, eps"]),
+        (["--optim.nesterov", "false"], ["optim.nesterov = False: adamw has none"]),
+        (["--optim.name", "sgd", "--optim.b2", "0.9"], ["optim.b2 = 0.9: sgd has none", "momentum, nesterov"]),
+        (["--optim.name", "lion", "--optim.eps", "1e-8"], ["optim.eps = 1e-08: lion has none"]),
+        (["--optim.name", "adafactor", "--optim.b1", "0.5"], ["optim.b1 = 0.5: adafactor has none"]),
+        (["--optim.adamw_leaves", "head/*"], ["optim.adamw_leaves", "adamw has none"]),
+        (["--optim.b1", "1"], ["optim.b1 = 1", "< 1"]),
+        (["--optim.name", "sgd", "--optim.momentum", "-1"], ["optim.momentum = -1", ">= 0"]),
+        (["--optim.name", "sgd", "--optim.nesterov", "1"], ["optim.nesterov = 1", "true or false, or none"]),
+        (["--optim.weight_decay", "-1"], ["optim.weight_decay = -1", ">= 0"]),
+        (["--optim.ema", "1"], ["optim.ema = 1", "> 0 and < 1"]),
+        (["--optim.ema", "0"], ["optim.ema = 0", "> 0 and < 1"]),
+        (["--optim.plateau_patience", "0"], ["optim.plateau_patience = 0", ">= 1"]),
+        (["--optim.plateau_factor", "1"], ["optim.plateau_factor = 1", "< 1"]),
+        (["--optim.plateau_factor", "0.1"], ["optim.plateau_factor = 0.1 needs optim.plateau_patience"]),
+        (["--optim.plateau_window", "0"], ["optim.plateau_window = 0", ">= 1"]),
+        (["--optim.plateau_window", "5"], ["optim.plateau_window = 5 needs optim.plateau_patience"]),
         (["--model.scan", "1"], ["model.scan = 1", "true or false"]),
         (["--model.vocab", "100"], ["model.vocab = 100", "at least 256"]),
         (["--model.vocab", "0"], ["model.vocab = 0", ">= 1"]),
@@ -259,6 +282,7 @@ def test_nothing_is_left_open_in_a_resolved_config():
     assert resolved.precision.params == "bfloat16"
     assert resolved.optim.warmup_steps == 2
     assert resolve(resolved, 8, "gpu") == resolved
+    assert (resolved.optim.lr, resolved.optim.b2, resolved.optim.momentum) == (3e-3, 0.95, None)
     assert resolve(load([]), 8, "cpu").precision.params == "float32"
     assert resolve(load(["--precision.params", "bfloat16"]), 8, "cpu").precision.params == "bfloat16"
 
@@ -282,6 +306,22 @@ def test_what_the_devices_do_not_allow_is_refused_in_one_line(argv, parts):
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_a_resolved_optimizer_has_the_settings_of_its_recipe_and_no_others(name, tmp_path):
+    resolved = resolve(load(["--optim.name", name]), 8, "cpu")
+    recipe = recipes.RECIPES[name]
+    assert resolved.optim.lr == recipe.lr
+    for key in recipes.KEYS:
+        assert getattr(resolved.optim, key) == recipe.settings.get(key)
+    assert load(["--config", write(tmp_path, to_yaml(resolved))]) == resolved
+    other = resolve(load(["--optim.name", name, "--optim.lr", "0.5", "--optim.weight_decay", "0.25"]), 8, "cpu")
+    assert (other.optim.lr, other.optim.weight_decay) == (0.5, 0.25)
+
+
+def test_every_setting_of_an_optimizer_is_a_key():
+    assert set(recipes.KEYS) <= config.Optim.model_fields.keys()
 
 
 def test_a_config_cannot_be_changed():

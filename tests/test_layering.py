@@ -11,12 +11,12 @@ PACKAGE = Path(__file__).parents[1] / "jzero"
 
 # A file imports only from strictly lower rows; "" is the package itself, which gathers the public names.
 ROWS = [
-    {"mesh", "targets", "replica_groups", "compile_cache"},
+    {"mesh", "targets", "replica_groups", "compile_cache", "recipes"},
     {"collectives", "hlo", "reads", "watch"},
     {"zero"},
     {"use"},
-    {"stack", "lora", "template", "optim", "data", "models"},
-    {"probe", "config"},
+    {"stack", "lora", "template", "optim", "schedules", "data", "models"},
+    {"probe", "config", "chains"},
     {"gradients"},
     {"step"},
     {"run", "hf"},

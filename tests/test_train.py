@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from jzero import config, optim, train
+from jzero import config, train
 from jzero.config import ConfigError, load
 from jzero.watch import Trace
 
@@ -164,13 +164,12 @@ class FakeRun:
 
 
 def good(step):
-    return {"loss": 5.0 / step, "grad_norm": 1.0, "weight": 64.0, "skipped": 0, "skipped_in_row": 0}
+    return {"loss": 5.0 / step, "grad_norm": 1.0, "lr": 0.5, "weight": 64.0, "skipped": 0, "skipped_in_row": 0}
 
 
 def fit(run, tmp_path, *argv, evals=()):
     settings = load(["--steps", "20", "--log.every", "5", "--log.eval_every", "100", "--data.seq_len", "4", *argv])
-    schedule = optim.make_schedule("linear", 1.0, 0, settings.steps, 0.0)
-    with train.Journal(tmp_path / "metrics.jsonl", settings, schedule) as journal:
+    with train.Journal(tmp_path / "metrics.jsonl", settings) as journal:
         train.fit(run, 0, [{}] * settings.steps, evals, settings, journal, Trace(None, tmp_path))
         return journal.summary()
 
@@ -195,17 +194,15 @@ def test_every_line_has_the_fields_of_the_contract(tmp_path):
         assert line["tokens"] == line["step"] * 8 * 4
         assert line["tokens_per_s"] == pytest.approx(8 * 4 / line["step_s"])
         assert line["loss"] == pytest.approx(5.0 / line["step"])
-        assert line["lr"] == pytest.approx(1 - (line["step"] - 1) / 20)
+        assert line["lr"] == 0.5
 
 
-def test_the_logged_learning_rate_stands_still_on_skipped_steps(tmp_path):
+def test_skipped_steps_are_counted_and_what_is_not_finite_is_null(tmp_path):
     def metrics(step):
         return good(step) | ({"loss": float("nan"), "skipped_in_row": step - 5} if step in (6, 7, 8) else {})
 
     summary = fit(FakeRun(metrics), tmp_path, "--log.every", "1")
     lines = {line["step"]: line for line in rows(tmp_path)}
-    assert [lines[k]["lr"] for k in (6, 7, 8, 9)] == pytest.approx([0.75] * 4)
-    assert lines[10]["lr"] == pytest.approx(0.7)
     assert lines[7]["loss"] is None  # NaN is not JSON
     assert "3 steps skipped" in summary
 
@@ -307,6 +304,61 @@ def test_a_run_on_packed_documents_of_a_mixture_evaluates_all_that_is_held_out(t
 
 def held(document, fraction):
     return np.floor((document + 1) * fraction + 0.5) > np.floor(document * fraction + 0.5)
+
+
+LINES = {
+    "adamw": "lr 0.003, weight_decay 0.1, b1 0.9, b2 0.95, eps 1e-08); weight decay on 16 of 21 leaves",
+    "lion": "lr 0.0003, weight_decay 1.0, b1 0.9, b2 0.99); weight decay on 16 of 21 leaves",
+    "adafactor": "lr 0.01, weight_decay 0.0, eps 1e-30); weight decay on 16 of 21 leaves",
+    "sgd": "lr 0.1, weight_decay 0.0, momentum 0.9, nesterov False); weight decay on 16 of 21 leaves",
+    "muon": "eps 1e-08); weight decay on 16 of 21 leaves, 14 of them orthogonalised",
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_every_optimizer_trains_at_the_rate_of_its_own(name, tmp_path, corpus, capsys):
+    argv = [*TINY, "--data.path", str(corpus), "--run.dir", str(tmp_path / "run"), "--steps", "12", "--log.every", "1"]
+    argv += ["--batch_size", batch_for_these_devices(), "--model.scan", "false", "--optim.name", name]
+    argv += ["--optim.warmup_steps", "0", "--optim.schedule", "linear"]
+    assert train.main(argv) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("optimizer: ")]
+    assert line.startswith(f"optimizer: {name} (lr ")
+    assert line.endswith(LINES[name])
+    lines = [line for line in rows(tmp_path / "run") if "loss" in line]
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.01
+    lr = load(["--config", str(tmp_path / "run" / "config.yaml")]).optim.lr
+    assert [line["lr"] for line in lines] == pytest.approx([lr * (1 - 0.9 * k / 12) for k in range(12)])
+
+
+def test_a_plateau_and_an_average_of_the_weights_are_in_the_metrics(tmp_path, corpus, capsys):
+    argv = [*TINY, "--data.path", str(corpus), "--run.dir", str(tmp_path / "run"), "--steps", "8", "--log.every", "1"]
+    argv += ["--batch_size", batch_for_these_devices(), "--optim.lr", "1e-6", "--optim.warmup_steps", "0"]
+    argv += ["--optim.schedule", "constant", "--optim.plateau_patience", "1", "--optim.plateau_window", "2"]
+    argv += ["--optim.plateau_factor", "0.25", "--optim.min_lr_ratio", "0.2", "--optim.ema", "0.5"]
+    assert train.main(argv) == 0
+    assert "average of the weights, decay 0.5" in capsys.readouterr().out
+    lines = rows(tmp_path / "run")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    lowest, scale, expected = float("inf"), 1.0, []
+    for first in range(0, 8, 2):
+        mean = sum(losses[first : first + 2]) / 2
+        after = scale if mean < (1 - 1e-4) * lowest else max(0.2, 0.25 * scale)
+        lowest = min(lowest, mean) if after == scale else lowest
+        expected += [1e-6 * scale, 1e-6 * after]
+        scale = after
+    assert [line["lr"] for line in lines if "loss" in line] == pytest.approx(expected)
+    evaluations = [line for line in lines if "eval_loss" in line]
+    assert evaluations[0]["ema_eval_loss"] == evaluations[0]["eval_loss"]
+    assert evaluations[-1]["ema_eval_loss"] == pytest.approx(evaluations[-1]["eval_loss"], rel=1e-3)
+    assert evaluations[-1]["ema_eval_loss"] != evaluations[-1]["eval_loss"]
+
+
+def test_a_pattern_of_matrices_that_matches_none_is_refused(capsys, tmp_path, corpus, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = [*TINY, "--data.path", str(corpus), "--batch_size", batch_for_these_devices(), "--optim.name", "muon"]
+    assert "optim.adamw_leaves: no parameter matches '*tabel*'" in refused(
+        capsys, tmp_path, *argv, "--optim.adamw_leaves", "*embed*,*tabel*"
+    )
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_status_1(tmp_path, corpus, capsys):
