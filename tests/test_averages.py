@@ -17,7 +17,8 @@ import jzero
 from jzero.models.decoder import next_token_loss
 from jzero.optim import WithMaster, average_of, averaged
 
-DECAY, STEPS = 0.6, 16
+DECAY, STEPS = 0.3, 7
+SGD = optax.sgd(0.3, momentum=0.5)  # does not blow up the rounding of a gradient's smallest elements, as Adam does
 
 
 # ---- the formula ----------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ eight = pytest.mark.skipif(jax.device_count() < 8, reason="a mesh of dp4 x tp2 n
 
 def run_of(stage, tx=None, **options):
     mesh = jzero.make_mesh("dp=4,tp=2", jax.devices()[:8])
-    tx = tx or averaged(optax.adamw(1e-2), DECAY)
+    tx = tx or averaged(SGD, DECAY)
     return jzero.setup(
         decoder(**options.pop("sizes", {})), next_token_loss, tx, mesh, batches(1, 16)[0],
         stage=stage, micro_batches=2, **options,
@@ -101,9 +102,8 @@ def on_one_device():
         total, weight = next_token_loss(nnx.merge(graphdef, params), batch)
         return total / weight
 
-    tx = optax.adamw(1e-2)
-    state, average = tx.init(params), params
-    step = jax.jit(lambda params, state, batch: tx.update(jax.grad(loss)(params, batch), state, params))
+    state, average = SGD.init(params), params
+    step = jax.jit(lambda params, state, batch: SGD.update(jax.grad(loss)(params, batch), state, params))
     steps = [batch for k, batch in enumerate(data()[:-1]) if k != 3]
     for k, batch in enumerate(steps):
         updates, state = step(params, state, batch)
@@ -124,8 +124,8 @@ def test_an_average_on_shards_is_the_average_on_one_device_and_evaluates_exactly
     weights, average, loss = on_one_device()
     got = run.averaged(state)
     for path, value in single.arrays(got.params).items():
-        np.testing.assert_allclose(value, average[path], rtol=1e-3, atol=2e-5, err_msg=str(path))
-        assert not np.allclose(value, weights[path], rtol=1e-3, atol=2e-5)
+        np.testing.assert_allclose(value, average[path], rtol=1e-4, atol=1e-6, err_msg=str(path))
+        assert not np.allclose(value, weights[path], rtol=1e-3, atol=1e-5)
     assert float(run.evaluate(got, data()[-1])["loss"]) == pytest.approx(loss, rel=1e-5)
     assert float(run.evaluate(state, data()[-1])["loss"]) != pytest.approx(loss, rel=1e-4)
     placed = jax.tree.map(lambda x: x.sharding.spec, got.params)
@@ -143,7 +143,8 @@ def normal(specs):
 @eight
 @pytest.mark.parametrize("stage", range(4))
 def test_the_average_rests_where_m_and_v_and_the_master_do(stage):
-    run = run_of(stage, sizes={"dtype": "bfloat16"}, precision=jzero.Precision(params="bfloat16"))
+    tx = averaged(optax.adamw(1e-2), DECAY)
+    run = run_of(stage, tx, sizes={"dtype": "bfloat16"}, precision=jzero.Precision(params="bfloat16"))
     specs = run.specs.opt_state
     assert isinstance(specs, WithMaster)
     (adam,) = [x for x in specs.inner.inner if hasattr(x, "mu")]
@@ -165,7 +166,7 @@ def test_in_bfloat16_the_average_is_of_the_masters_and_is_rounded_at_rest(stage)
     state, _ = run.step(state, data()[0])
     after, average = single.arrays(state.opt_state.master), single.arrays(average_of(state.opt_state))
     for path in before:
-        np.testing.assert_allclose(average[path], 0.1 * before[path] + 0.9 * after[path], rtol=1e-6)
+        np.testing.assert_allclose(average[path], 0.1 * before[path] + 0.9 * after[path], rtol=1e-6, atol=1e-9)
     at_rest = single.arrays(run.averaged(state).params)
     for path, value in at_rest.items():
         np.testing.assert_array_equal(value, average[path].astype(jnp.bfloat16))
