@@ -90,6 +90,16 @@ def test_biases_and_norms_of_a_stack_do_not_decay_though_their_arrays_have_rank_
     }
 
 
+def test_of_gpt_2_the_tables_and_the_matrices_decay():
+    gpt_2 = {"norm": "layer", "mlp": "gelu", "biases": "all", "learned_positions": 8, "tied": True}
+    read = per_layer(decoder(**gpt_2))
+    hidden = {path for path in kernels("layers") if "gate" not in path}
+    assert chosen(hidden_matrices(read)) == hidden
+    tables = chosen(matrices(read)) - hidden
+    assert "embedding/embedding" in tables
+    assert [path.split("/")[0] for path in sorted(tables)] == ["embedding", "positions"]
+
+
 def test_a_tensor_of_rank_3_in_its_layer_decays_and_is_not_orthogonalised():
     read = {"attention": {"query": jax.ShapeDtypeStruct((8, 2, 4), "float32")}}
     assert chosen(matrices(read)) == {"attention/query"}
