@@ -48,6 +48,8 @@ class Collective:
       trips: executions in one run of the program: the product of the trip counts of the enclosing loops.
       loops: names of the enclosing while bodies, outermost first; () at top level.
       op_name: the path in the traced function, as in "jit(step)/while/body/all_gather"; "" where XLA kept none.
+      matmuls: matrix multiplications that the schedule puts between its start and its done, in one execution: what it
+        can hide under. 0 where it is not asynchronous.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Collective:
     trips: int
     loops: tuple[str, ...]
     op_name: str
+    matmuls: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -110,10 +113,10 @@ def collectives(program: "jax.stages.Compiled | str", mesh: Mesh) -> list[Collec
         _check_mesh(program, mesh)
     text = program if isinstance(program, str) else program.as_text()
     module = _Module(text or "")
-    found = list(module.walk(module.entry, 1, ()))
-    if unreached := module.collective_names - {i.name for i, _, _ in found}:
+    found = list(module.walk(module.entry))
+    if unreached := module.collective_names - {placed.instruction.name for placed in found}:
         raise HloError(f"collectives {sorted(unreached)} stand in no computation that the entry is seen to call")
-    return [c for i, trips, loops in found for c in _read(i, trips, loops, mesh)]
+    return [c for placed in found for c in _read(placed, mesh)]
 
 
 def traffic(found: Iterable[Collective], by: tuple[str, ...] = ("kind", "axes", "dtype")) -> dict[tuple, int]:
@@ -171,6 +174,9 @@ _CALLED = re.compile(
 )
 _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"')
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_CUSTOM_CALL = re.compile(r'\bcustom_call_target="([^"]*)"')
+# Libraries' matrix multiplications, convolutions and attention.
+_MATMUL_CALL = re.compile(r"gemm|matmul|\$conv|fmha", re.IGNORECASE)
 # What follows these is free text that may look like an attribute.
 _FREE_TEXT = re.compile(r", (?:metadata|frontend_attributes|backend_config|statistics)=")
 
@@ -202,6 +208,11 @@ class _Instruction:
         return [name for group in _CALLED.findall(self.attributes) for name in re.findall(r"[\w.\-]+", group)]
 
     @property
+    def first_operand(self) -> str:
+        found = re.match(r"%?([\w.\-]+)", self.attributes)
+        return found[1] if found else ""
+
+    @property
     def trip_count(self) -> int:
         if found := _TRIPS.search(self.free_text):
             return int(found[1])
@@ -211,8 +222,14 @@ class _Instruction:
         )
 
 
-#: A collective where it stands: instruction, trips, enclosing loops.
-_Placed = tuple[_Instruction, int, tuple[str, ...]]
+@dataclass(frozen=True)
+class _Placed:
+    """A collective where it stands; fields as in `Collective`."""
+
+    instruction: _Instruction
+    trips: int
+    loops: tuple[str, ...]
+    matmuls: int
 
 
 class _Module:
@@ -245,17 +262,38 @@ class _Module:
             self._busy[name] = any(i.kind or any(self.busy(c) for c in i.callees) for i in body)
         return self._busy[name]
 
-    def walk(self, name: str, trips: int, loops: tuple[str, ...]) -> Iterator[_Placed]:
-        for i in self.computations[name]:
+    def walk(self, name: str, trips: int = 1, loops: tuple[str, ...] = (), matmuls: int = 0) -> Iterator[_Placed]:
+        for position, i in enumerate(self.computations[name]):
+            # What an asynchronous call wraps is not asynchronous itself.
+            under = self.matmuls_under(name, position) if i.opcode.endswith("-start") else matmuls
             if i.kind:
-                yield i, trips, loops
+                yield _Placed(i, trips, loops, under)
             for callee in filter(self.busy, i.callees):
                 if i.opcode != "while":
-                    yield from self.walk(callee, trips, loops)
+                    yield from self.walk(callee, trips, loops, under)
                     continue
                 is_condition = re.search(rf"\bcondition=%?{re.escape(callee)}(?![\w.\-])", i.attributes)
                 count = i.trip_count + bool(is_condition)  # A condition is tested once more than the body runs.
                 yield from self.walk(callee, trips * count, (*loops, callee))
+
+    def matmuls_under(self, name: str, start: int) -> int:
+        """Matrix multiplications between what stands at `start` and what waits for it; 0 if that is not found here."""
+        body = self.computations[name]
+        under_way, opcode, count = body[start].name, body[start].opcode.removesuffix("-start"), 0
+        for i in body[start + 1 :]:
+            if i.first_operand == under_way and i.opcode == f"{opcode}-update":
+                under_way = i.name
+            elif i.first_operand == under_way and i.opcode == f"{opcode}-done":
+                return count
+            count += self.multiplies(i)
+        return 0
+
+    def multiplies(self, i: _Instruction) -> bool:
+        """Whether an instruction multiplies matrices, itself or in what it calls."""
+        target = _CUSTOM_CALL.search(i.attributes)
+        if i.opcode in ("dot", "convolution") or (target and _MATMUL_CALL.search(target[1])):
+            return True
+        return any(self.multiplies(inner) for callee in i.callees for inner in self.computations.get(callee, []))
 
 
 def _instruction(name: str, text: str) -> _Instruction:
@@ -284,9 +322,9 @@ def _closing(text: str) -> int:
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](\{[^}]*\})?")
 
 
-def _read(i: _Instruction, trips: int, loops: tuple[str, ...], mesh: Mesh) -> list[Collective]:
+def _read(placed: _Placed, mesh: Mesh) -> list[Collective]:
     """One Collective per dtype of the instruction's operands; none for groups of one device."""
-    kind = i.kind or ""
+    i, kind = placed.instruction, placed.instruction.kind or ""
     members = source_target_pairs if kind == "collective-permute" else replica_groups
     try:
         groups = members(i.attributes, mesh.size)
@@ -300,7 +338,9 @@ def _read(i: _Instruction, trips: int, loops: tuple[str, ...], mesh: Mesh) -> li
     scale = group_size if kind == "reduce-scatter" else 1
     op_name = found[1] if (found := _OP_NAME.search(i.free_text)) else ""
     return [
-        Collective(i.name, kind, axes, group_size, dtype, size * scale, trips, loops, op_name)
+        Collective(
+            i.name, kind, axes, group_size, dtype, size * scale, placed.trips, placed.loops, op_name, placed.matmuls
+        )
         for dtype, size in _bytes_by_dtype(i.name, _output_shape(i)).items()
     ]
 
