@@ -110,7 +110,10 @@ class Gradients:
 
     def _model(self, slots: Values, params: Values, frozen: Values, state: Values) -> nnx.Module:
         at_rest = {path: AtRest(slots.get(path), value) for path, value in {**params, **frozen}.items()}
-        moves = {path: Move(to.use_forward, to.use_backward, self.keep) for path, to in self.layouts.items()}
+        moves = {
+            path: Move(to.use_forward, to.use_backward, self.keep, self.layers[path])
+            for path, to in self.layouts.items()
+        }
         hoisted = {path: moves.pop(path)(at_rest[path]) for path in self.hoisted}
         return self.template.merge(at_rest | hoisted, state, moves)
 

@@ -46,11 +46,13 @@ class Move:
         backward: gradient in use -> gradient in the slot.
         keep: hold the value in use until the backward pass has used it, as far as the layer's rematerialisation policy
             asks: those of `remat_policy` do, a plain `nnx.remat` gathers again.
+        layer_dims: how many leading dims of the leaf number layers; they are gone when the move is called.
     """
 
     forward: Transition
     backward: Transition
     keep: bool = False
+    layer_dims: int = 0
 
     def __call__(self, at_rest: "AtRest") -> jax.Array:
         """The parameter in use."""
@@ -144,12 +146,15 @@ def in_use(variable_type: type[nnx.Variable]) -> type[nnx.Variable]:
         __slots__ = ("_known_whole",)
 
         def get_value(self, **how: Any) -> Any:
-            return _whole(self, variable_type).get_value(**how)
+            return _whole(self).get_value(**how)
 
         def __getattr__(self, name: str) -> Any:
             if self.has_metadata(name):
                 return self.get_metadata(name)
-            return getattr(_whole(self, variable_type), name)
+            # Flax asks every Variable for metadata that it may lack; that is no reason to gather.
+            if variable_type.__getattr__ is nnx.Variable.__getattr__ and not hasattr(jax.Array, name):
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            return getattr(_whole(self), name)
 
         def set_value(self, value: Any, *, index: Any = ...) -> None:  # noqa: ARG002 (as in Flax)
             raise UnsupportedModelError(
@@ -165,7 +170,23 @@ def with_move(variable: nnx.Variable, raw: Any, move: Callable[[Any], jax.Array]
     return in_use(type(variable)).from_metadata(raw, {**variable.get_metadata(), _USE: move, _NAME: name})
 
 
-def _whole(variable: nnx.Variable, variable_type: type[nnx.Variable]) -> nnx.Variable:
+def at_rest(leaf: Any) -> Callable[[Any], jax.Array] | None:
+    """What brings a leaf of a module's state into use; None if it holds its value as it is."""
+    return leaf.get_metadata(_USE) if isinstance(leaf, nnx.Variable) and leaf.has_metadata(_USE) else None
+
+
+def holding(leaf: Any, value: Any) -> Any:
+    """A leaf of a module's state as the model made it, with `value`: a Variable of the same type, or the array."""
+    if not isinstance(leaf, nnx.Variable):
+        return value
+    metadata = leaf.get_metadata()
+    if at_rest(leaf) is None:
+        return type(leaf).from_metadata(value, metadata)
+    own = {key: x for key, x in metadata.items() if key not in (_USE, _NAME)}
+    return type(leaf).__bases__[0].from_metadata(value, own)  # what `in_use` made a subclass of
+
+
+def _whole(variable: nnx.Variable) -> nnx.Variable:
     """The Variable as the model made it, holding the value in use.
 
     It is moved once per trace: a tied table that is read twice is gathered once.
@@ -177,8 +198,6 @@ def _whole(variable: nnx.Variable, variable_type: type[nnx.Variable]) -> nnx.Var
             return known[2]
     except AttributeError:
         pass
-    metadata = variable.get_metadata()
-    move = metadata.pop(_USE)
-    whole = variable_type.from_metadata(move(raw), metadata)
+    whole = holding(variable, variable.get_metadata(_USE)(raw))
     object.__setattr__(variable, "_known_whole", (raw, trace, whole))
     return whole

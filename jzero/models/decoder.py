@@ -30,6 +30,7 @@ from jzero.models.blocks import Block, make_dropout, make_linear, normal
 from jzero.models.decoder_config import DecoderConfig
 from jzero.models.norms import make_norm
 from jzero.models.positions import Rope, rotary_angles
+from jzero.stack import scan_layers
 from jzero.use import remat_policy
 
 _STACK = "layers"  # name of the attribute that holds the layers
@@ -113,16 +114,13 @@ class Decoder(nnx.Module):
     def _through_layers(
         self, x_BxLxD: jax.Array, angles_BxLxP: jax.Array | None, segments_BxL: jax.Array | None
     ) -> jax.Array:
-        # Inside a scan nothing can be shared between forward and backward bodies, so the barrier against it is idle.
-        run = nnx.remat(
-            lambda block, x, angles, segments: block(x, angles, segments),
-            policy=remat_policy(self.config.remat),
-            prevent_cse=not self.config.scan,
-        )
+        def run(block: Block, x: jax.Array, angles: jax.Array | None, segments: jax.Array | None) -> jax.Array:
+            return block(x, angles, segments)
+
         if self.config.scan:
-            axes = (0, nnx.Carry, None, None)
-            scanned = nnx.scan(run, in_axes=axes, out_axes=nnx.Carry, transform_metadata=_UNSTACKED)
-            return scanned(self.layers, x_BxLxD, angles_BxLxP, segments_BxL)
+            ahead, remat = self.config.layers_ahead, self.config.remat
+            return scan_layers(run, self.layers, x_BxLxD, angles_BxLxP, segments_BxL, layers_ahead=ahead, remat=remat)
+        run = nnx.remat(run, policy=remat_policy(self.config.remat))
         for block in self.layers:
             x_BxLxD = run(block, x_BxLxD, angles_BxLxP, segments_BxL)
         return x_BxLxD

@@ -42,6 +42,7 @@ class DecoderConfig:
         dropout: rate on the embedding and on both residual branches, in [0, 1).
         remat: what backward recomputes in each block: "none", "dots" (all but matrix products) or "full".
         scan: layers stacked along a leading dim and scanned; False keeps a list and a Python loop, with equal values.
+        layers_ahead: how many layers ahead a scan gathers parameters, in a run that shards them; 0: none.
         dtype: of the computation, "float32" or "bfloat16"; norms, rotary angles, logits and losses are float32 anyway.
         param_dtype: of the parameters.
         attention: implementation of `jax.nn.dot_product_attention`: None lets JAX choose, "xla" or "cudnn".
@@ -75,6 +76,7 @@ class DecoderConfig:
     dropout: float = 0.0
     remat: Remat = "none"
     scan: bool = True
+    layers_ahead: int = 1
     dtype: str = "float32"
     param_dtype: str = "float32"
     attention: Implementation | None = None
@@ -118,6 +120,8 @@ def _check_ranges(config: DecoderConfig) -> None:
         value = getattr(config, name)
         if value is not None and value <= 0:
             raise ValueError(f"{name}={value}: must be greater than 0")
+    if config.layers_ahead < 0:
+        raise ValueError(f"layers_ahead={config.layers_ahead}: must be at least 0")
     if not 0.0 <= config.dropout < 1.0:
         raise ValueError(f"dropout={config.dropout}: must be at least 0 and below 1")
 

@@ -1,0 +1,313 @@
+"""A stack of layers as one differentiable function, whose ZeRO traffic hides under the layers' own matmuls.
+
+Where a layer reads its parameters, it waits for them: in a plain scan the first gather of every layer has nothing to
+hide behind, forward and backward.  Hiding needs the neighbour layer.  So the whole stack is one `custom_vjp` whose
+loops over layers are written out; of N layers, with k ahead:
+
+    forward   layer i computes with weights that were gathered k layers ago, while those of layer i + k are gathered;
+    backward  layer i computes while those of layer i - k are gathered, and while the gradient of layer i + 1, which
+              the turn before left whole, is scattered.
+
+The loops take N - k turns, the other k layers stand beside them.  Forward gathers each layer once.  Its last k stay
+gathered, since backward starts with them; in exchange the last k turns of backward gather what nobody needs any more,
+as a loop has one body.  So the traffic is that of the plain scan, byte for byte.  The price is k more layers of
+gathered parameters and one of whole gradients in memory.
+
+A rematerialisation policy says what a layer keeps for its backward pass.  The pullback of a layer is a pytree of
+arrays; those among them that are its weights are left out, whatever the policy, and brought into use again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from jzero.reads import UnsupportedModelError
+from jzero.use import Move
+from jzero.zero import Path, path_name
+
+Values = Mapping[Any, Any]  # by path; what all layers share, by position
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer as a function of arrays.
+
+    Attributes:
+        run: (weights in use, other arrays of the layer, x, what all layers share) -> (x, other arrays after it).
+        moves: how each weight comes into use, and its gradient to rest.
+        policy: what of `run` is kept for its backward pass.
+    """
+
+    run: Callable[[Values, Values, Any, Values], tuple[Any, dict[Path, Any]]]
+    moves: Mapping[Path, Move]
+    policy: Callable[..., Any]
+
+    @property
+    def sends(self) -> bool:
+        """Whether a layer gathers or scatters anything."""
+        return any(move.forward.moves or move.backward.moves for move in self.moves.values())
+
+    @property
+    def gathered(self) -> frozenset[Path]:
+        """The weights whose way into use takes a collective."""
+        return frozenset(path for path, move in self.moves.items() if move.forward.moves)
+
+    def bring(self, paths: frozenset[Path], values: Values, i: Any) -> dict[Path, jax.Array]:
+        """Weights of layer i, from rest into use."""
+        return {path: self.moves[path].forward(at(values[path], i)) for path in values if path in paths}
+
+
+def at(tree: Any, i: Any) -> Any:
+    """Layer i of stacked arrays, [depth, ...] -> [...]."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
+
+
+def prefetched(layer: Layer, depth: int, ahead: int) -> Callable[..., tuple[Any, dict[Path, Any]]]:
+    """The function of a stack of `depth` layers, `ahead` of which are gathered before they compute.
+
+    Args:
+        ahead: at least 1, and less than `depth`.
+
+    Returns:
+        (slots, values, others, x, shared) -> (x, others after the last layer).  All but `x` and `shared` are stacked,
+        [depth, ...]: `slots` take the gradients of weights that rest as `values`; `others` is what else a layer holds.
+
+    Raises:
+        UnsupportedModelError: when it is differentiated through `others` after the last layer.
+    """
+
+    @jax.custom_vjp
+    def through(slots: Values, values: Values, others: Values, x: Any, shared: Values) -> Any:  # noqa: ARG001 (its gradient is what the rule gives)
+        def turn(i: Any, weights: Values, x: Any, in_loop: bool) -> Any:  # noqa: ARG001, FBT001
+            return *layer.run(weights, at(others, i), x, shared), []
+
+        return _forward(layer, depth, ahead, values, x, turn)[0]
+
+    def forward(slots: Values, values: Values, others: Values, x: Any, shared: Values) -> Any:
+        slots_of = {path: jax.ShapeDtypeStruct(slot.value.shape, slot.value.dtype) for path, slot in slots.items()}
+        wanted = _Wanted(frozenset(slots), _perturbed(others), _perturbed(shared))
+        values, others, x, shared = jax.tree.map(lambda primal: primal.value, (values, others, x, shared))
+        pullbacks: dict[int | None, _Pullback] = {}
+
+        def turn(i: Any, weights: Values, x: Any, in_loop: bool) -> Any:  # noqa: FBT001
+            *result, pullback = _run_and_pull(layer, wanted, weights, at(others, i), x, shared, in_loop=in_loop)
+            pullbacks[None if in_loop else i] = pullback
+            return result
+
+        result, of_loop, of_last, window = _forward(layer, depth, ahead, values, x, turn)
+        again = frozenset[Path]().union(*(pullback.weights for pullback in pullbacks.values())) & layer.gathered
+        window = [_chosen(weights, again) for weights in window]
+        return result, (_Static((slots_of, wanted, pullbacks, again)), of_loop, of_last, window, values, others, shared)
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        static, of_loop, of_last, window, values, others, shared = residuals
+        slots, wanted, pullbacks, again = static.value
+        dx, d_after = cotangents
+        _check_unused(d_after)
+
+        def turn(carry: _Carried, i: Any, saved: Any, pullback: _Pullback) -> _Carried:
+            coming = layer.bring(again, values, jnp.maximum(i - ahead, 0))
+            weights = {**layer.bring(pullback.weights - again, values, i), **carry.window[0]}
+            return carry.turn(layer, i, coming, pullback(saved, weights, at(others, i), shared))
+
+        def body(carry: _Carried, of_layer: tuple[Any, Any]) -> tuple[_Carried, None]:
+            i, saved = of_layer
+            return turn(carry, i, saved, pullbacks[None]), None
+
+        carry = _Carried(
+            dx=jax.tree.map(_instantiated, dx, is_leaf=_is_zero),
+            window=window[::-1],
+            pending=None,
+            grads={path: jnp.zeros(slot.shape, slot.dtype) for path, slot in slots.items()},
+            d_others=jax.tree.map(jnp.zeros_like, _chosen(others, wanted.others)),
+            d_shared=jax.tree.map(jnp.zeros_like, _chosen(shared, wanted.shared)),
+        )
+        for i, saved in reversed(list(enumerate(of_last, start=depth - ahead))):
+            carry = turn(carry, i, saved, pullbacks[i])
+        carry, _ = lax.scan(body, carry, (jnp.arange(depth - ahead), of_loop), reverse=True)
+        d_others = {path: carry.d_others.get(path) for path in others}
+        d_shared = {key: carry.d_shared.get(key) for key in shared}
+        return carry.scattered(layer, 0), None, d_others, carry.dx, d_shared
+
+    through.defvjp(forward, backward, symbolic_zeros=True)
+    return through
+
+
+# ---- forward --------------------------------------------------------------------------------------------------------
+
+
+def _forward(
+    layer: Layer, depth: int, ahead: int, values: Values, x: Any, turn: Callable[..., Any]
+) -> tuple[tuple[Any, dict[Path, Any]], Any, list[Any], list[dict[Path, jax.Array]]]:
+    """All layers by `turn(i, weights, x, in_loop) -> (x, others after it, saved)`.
+
+    Returns:
+        (x, others after the last layer), what was saved of the layers in the loop, stacked, and of each after it, and
+        the gathered weights of those.
+    """
+    at_hand = frozenset(layer.moves) - layer.gathered
+
+    def body(carry: Any, i: Any) -> Any:
+        x, (weights, *window) = carry
+        coming = layer.bring(layer.gathered, values, i + ahead)
+        x, after, saved = turn(i, {**weights, **layer.bring(at_hand, values, i)}, x, True)
+        return (x, [*window, coming]), (after, saved)
+
+    window = [layer.bring(layer.gathered, values, i) for i in range(ahead)]
+    (x, window), (after, of_loop) = lax.scan(body, (x, window), jnp.arange(depth - ahead))
+    afters, of_last = [], []
+    for i, weights in zip(range(depth - ahead, depth), window, strict=True):
+        x, last, saved = turn(i, {**weights, **layer.bring(at_hand, values, i)}, x, False)
+        afters.append(last)
+        of_last.append(saved)
+    after = jax.tree.map(lambda loop, *last: jnp.concatenate([loop, jnp.stack(last)]), after, *afters)
+    return (x, after), of_loop, of_last, window
+
+
+# ---- one layer's way back -------------------------------------------------------------------------------------------
+
+
+class _Wanted(NamedTuple):
+    """What of a layer's arguments gradients are wanted of."""
+
+    weights: frozenset[Path]
+    others: frozenset[Path]
+    shared: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Pullback:
+    """How the pullback of a layer is put together again.
+
+    Attributes:
+        tree: of the pullback.
+        sources: of each of its arrays: None for one that was saved, else (number of the argument, key) of what it is.
+    """
+
+    tree: Any
+    sources: tuple[tuple[int, Any] | None, ...]
+
+    @property
+    def weights(self) -> frozenset[Path]:
+        """The weights that it needs and that were not saved."""
+        return frozenset(source[1] for source in self.sources if source is not None and source[0] == 0)
+
+    def __call__(self, saved: Sequence[jax.Array], *arguments: Values) -> Callable[[Any], Any]:
+        """Cotangent of x -> those of what was wanted.
+
+        Args:
+            arguments: weights, others, shared.
+        """
+        rest = iter(saved)
+        leaves = [next(rest) if source is None else arguments[source[0]][source[1]] for source in self.sources]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def _run_and_pull(
+    layer: Layer, wanted: _Wanted, weights: Values, others: Values, x: Any, shared: Values, *, in_loop: bool
+) -> tuple[Any, dict[Path, Any], list[jax.Array], _Pullback]:
+    """One layer, and what its way back takes: (x, others after it, arrays to save, pullback)."""
+
+    def run(some_weights: Values, some_others: Values, x: Any, some_shared: Values) -> Any:
+        return layer.run({**weights, **some_weights}, {**others, **some_others}, x, {**shared, **some_shared})
+
+    # Between loops, forward and backward share nothing.  Beside them they could, and would keep more than asked for.
+    run = jax.checkpoint(run, policy=layer.policy, prevent_cse=not in_loop)
+    chosen = (_chosen(weights, wanted.weights), _chosen(others, wanted.others), x, _chosen(shared, wanted.shared))
+    x, pull, after = jax.vjp(run, *chosen, has_aux=True)
+    leaves, tree = jax.tree.flatten(pull)
+    again = {path: weight for path, weight in weights.items() if not layer.moves[path].keep}
+    places = {
+        id(array): (number, key)
+        for number, arguments in enumerate((again, others, shared))
+        for key, array in arguments.items()
+    }
+    sources = tuple(places.get(id(leaf)) for leaf in leaves)
+    saved = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
+    return x, after, saved, _Pullback(tree, sources)
+
+
+def _chosen(values: Values, keys: frozenset[Any]) -> dict[Any, Any]:
+    return {key: value for key, value in values.items() if key in keys}
+
+
+# ---- backward -------------------------------------------------------------------------------------------------------
+
+
+class _Carried(NamedTuple):
+    """What backward hands from layer i + 1 to layer i.
+
+    Attributes:
+        dx: cotangent of layer i's output.
+        window: gathered weights of layers i, i - 1, ...
+        pending: whole gradients of layer i + 1, which are still to be scattered; None before the first.
+        grads, d_others: stacked, filled down to layer i + 1, but for what is pending.
+        d_shared: summed up to here.
+    """
+
+    dx: Any
+    window: list[dict[Path, jax.Array]]
+    pending: dict[Path, jax.Array] | None
+    grads: dict[Path, jax.Array]
+    d_others: dict[Path, jax.Array]
+    d_shared: dict[int, jax.Array]
+
+    def scattered(self, layer: Layer, i: Any) -> dict[Path, jax.Array]:
+        """`grads` with those of layer i that are pending."""
+        pending = self.pending or {}
+        return {**self.grads, **_put(self.grads, i, {p: layer.moves[p].backward(g) for p, g in pending.items()})}
+
+    def turn(self, layer: Layer, i: Any, coming: dict[Path, jax.Array], pull: Callable[[Any], Any]) -> "_Carried":
+        """The same after layer i."""
+        grads = self.scattered(layer, i + 1)
+        d_weights, d_others, dx, d_shared = pull(self.dx)
+        pending = {path: grad for path, grad in d_weights.items() if layer.moves[path].backward.moves}
+        local = {p: layer.moves[p].backward(g) for p, g in d_weights.items() if p not in pending}
+        return _Carried(
+            dx=dx,
+            window=[*self.window[1:], coming],
+            pending=pending,
+            grads=_put(grads, i, local),
+            d_others=_put(self.d_others, i, d_others),
+            d_shared=jax.tree.map(jnp.add, self.d_shared, d_shared),
+        )
+
+
+def _put(stacked: Values, i: Any, layer: Values) -> dict[Any, jax.Array]:
+    """`stacked` with `layer` at place i."""
+    new = {key: lax.dynamic_update_index_in_dim(stacked[key], x, i, 0) for key, x in layer.items()}
+    return {**stacked, **new}
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False)
+class _Static:
+    """What backward has to know from forward that is no array."""
+
+    value: Any
+
+
+def _perturbed(primals: Mapping[Any, Any]) -> frozenset[Any]:
+    return frozenset(key for key, primal in primals.items() if primal.perturbed)
+
+
+def _is_zero(cotangent: Any) -> bool:
+    return isinstance(cotangent, SymbolicZero)
+
+
+def _instantiated(cotangent: Any) -> jax.Array:
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if _is_zero(cotangent) else cotangent
+
+
+def _check_unused(cotangents: Mapping[Path, Any]) -> None:
+    for path, cotangent in cotangents.items():
+        if not _is_zero(cotangent):
+            raise UnsupportedModelError(
+                f"the loss depends on {path_name(path)!r} as a layer leaves it, and its gradient does not flow through "
+                f"a prefetching stack; hand it on through the layer's output, or take layers_ahead=0"
+            )

@@ -1,0 +1,152 @@
+"""Stacked layers, run one after the other: `scan_layers`, which any model may call.
+
+It takes an NNX module apart into arrays for `prefetch.py`, where the neighbour layer's parameters and gradients are
+under way while a layer computes, and falls back to `nnx.scan` where there is nothing to send.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jzero.prefetch import Layer, Values, prefetched
+from jzero.reads import UnsupportedModelError
+from jzero.use import AtRest, Move, at_rest, holding, remat_policy
+from jzero.zero import Path, path_name
+
+Carry = TypeVar("Carry")
+
+_UNSTACKED = {nnx.PARTITION_NAME: None}  # the layer dim is never a sharded one
+
+
+def scan_layers(
+    block: Callable[..., Carry],
+    layers: nnx.Module,
+    x: Carry,
+    *broadcast: Any,
+    layers_ahead: int = 1,
+    remat: str = "none",
+) -> Carry:
+    """`x` through a stack of layers: `x = block(layer, x, *broadcast)` for one after the other.
+
+    In a ZeRO run whose layers are gathered or scattered as they are read, the neighbour layer's parameters and
+    gradients are under way while a layer computes.  Everywhere else, and with `layers_ahead=0`, it is `nnx.scan` over
+    `nnx.remat`, with the same values.
+
+    Args:
+        block: one layer's computation.  It is given all arrays that it needs, and closes over none.
+        layers: a module whose arrays all have a leading layer dim, as `nnx.vmap` makes it.  What a layer changes beside
+            its parameters (random counters, statistics) changes in place.
+        x: tree of floating arrays, of the same shapes after every layer.
+        broadcast: what every layer is given as it is.
+        layers_ahead: how many layers ahead parameters are gathered; each costs one layer of memory.
+        remat: what a layer keeps for its backward pass, as for `remat_policy`.
+
+    Raises:
+        ValueError: a negative `layers_ahead`, another word for `remat`, arrays that disagree on the number of layers.
+        TypeError: an array of `x` that is not floating.
+        UnsupportedModelError: a layer that adds state to itself, or a loss that depends on a layer's changed state.
+    """
+    if layers_ahead < 0:
+        raise ValueError(f"layers_ahead={layers_ahead}: must be at least 0")
+    policy = remat_policy(remat)
+    _check_carry(x)
+    graphdef, state = nnx.split(layers)
+    leaves = dict(nnx.to_flat_state(state))
+    moves, depth = _moves(leaves), _depth(leaves)
+    at_hand, tree = jax.tree.flatten(broadcast)
+    shared = {i: leaf for i, leaf in enumerate(at_hand) if isinstance(leaf, jax.Array)}
+
+    def run(weights: Values, others: Values, x: Carry, shared: Values) -> tuple[Carry, dict[Path, Any]]:
+        layer = _merged(graphdef, leaves, {**weights, **others})
+        x = block(layer, x, *jax.tree.unflatten(tree, [shared.get(i, leaf) for i, leaf in enumerate(at_hand)]))
+        return x, _after(layer, leaves, others)
+
+    layer, ahead = Layer(run, moves, policy), min(layers_ahead, depth - 1)
+    if not ahead or not layer.sends:
+        return _plain_scan(block, layers, x, broadcast, policy)
+    resting = {path: leaves[path].get_raw_value() for path in moves}
+    slots = {path: rest.slot for path, rest in resting.items() if rest.slot is not None}
+    values = {path: rest.value for path, rest in resting.items()}
+    others = {path: _array(leaf) for path, leaf in leaves.items() if at_rest(leaf) is None}
+    x, after = prefetched(layer, depth, ahead)(slots, values, others, x, shared)
+    nnx.update(layers, nnx.from_flat_state([(path, holding(leaves[path], new)) for path, new in after.items()]))
+    return x
+
+
+def _plain_scan(
+    block: Callable[..., Carry], layers: nnx.Module, x: Carry, broadcast: tuple[Any, ...], policy: Any
+) -> Carry:
+    # Inside a scan nothing can be shared between forward and backward bodies, so the barrier against it is idle.
+    run = nnx.remat(block, policy=policy, prevent_cse=False)
+    axes = (0, nnx.Carry, *(None for _ in broadcast))
+    return nnx.scan(run, in_axes=axes, out_axes=nnx.Carry, transform_metadata=_UNSTACKED)(layers, x, *broadcast)
+
+
+def _moves(leaves: Values) -> dict[Path, Move]:
+    """The moves of the parameters that come into use layer by layer.
+
+    There are none where a model is only looked at, nor for a stack of stacks, whose parameters the inner one reads.
+    A parameter that no layer reads stays at rest.
+    """
+    found = {path: move for path, leaf in leaves.items() if (move := at_rest(leaf)) is not None}
+    moves = {path: move for path, move in found.items() if isinstance(move, Move) and move.layer_dims <= 1}
+    if len(moves) < len(found):
+        return {}
+    return {path: move for path, move in moves.items() if move.layer_dims}
+
+
+def _merged(graphdef: Any, leaves: Values, values: Values) -> nnx.Module:
+    """One layer; what has no value is not read."""
+    parts = {path: _of_layer(leaf, values[path]) if path in values else leaf for path, leaf in leaves.items()}
+    return nnx.merge(graphdef, nnx.from_flat_state(parts.items()))
+
+
+def _of_layer(leaf: Any, value: Any) -> Any:
+    """A leaf of the stack with one layer's value, and without the layer dim in its annotation."""
+    leaf = holding(leaf, value)
+    if isinstance(leaf, nnx.Variable) and leaf.get_metadata("out_sharding", None):
+        leaf.set_metadata(out_sharding=tuple(leaf.get_metadata("out_sharding"))[1:])
+    return leaf
+
+
+def _after(layer: nnx.Module, leaves: Values, others: Values) -> dict[Path, Any]:
+    """What a layer holds beside parameters when it has run."""
+    after = dict(nnx.to_flat_state(nnx.state(layer)))
+    if added := after.keys() - leaves.keys():
+        raise UnsupportedModelError(
+            f"a layer adds {path_name(min(added, key=str))!r} to itself while it runs: give it a place in the layer "
+            f"from the start, hand it on through the layer's output, or take layers_ahead=0"
+        )
+    return {path: _array(after[path]) for path in others}
+
+
+def _array(leaf: Any) -> Any:
+    """The array that a leaf holds; of a parameter at rest its value."""
+    raw = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+    return raw.value if isinstance(raw, AtRest) else raw
+
+
+def _depth(leaves: Values) -> int:
+    shapes = {path: jnp.shape(_array(leaf)) for path, leaf in leaves.items()}
+    if not shapes:
+        raise ValueError("layers hold no array, so their number is unknown")
+    first, wanted = next(iter(shapes.items()))
+    for path, shape in shapes.items():
+        if not shape or shape[:1] != wanted[:1]:
+            raise ValueError(
+                f"{path_name(path)!r} of shape {shape} and {path_name(first)!r} of shape {wanted} do not have the same "
+                f"number of layers as first dim: stack layers with nnx.vmap"
+            )
+    return wanted[0]
+
+
+def _check_carry(x: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"x{jax.tree_util.keystr(path)} is {jnp.result_type(leaf)}: what goes from layer to layer must be "
+                f"floating; what is the same for all of them can be broadcast"
+            )
