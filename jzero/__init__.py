@@ -7,16 +7,19 @@ state, metrics = run.step(state, batch)
 
 from jzero import hlo, targets
 from jzero.chains import make_optimizer
+from jzero.comm import Comm
 from jzero.mesh import make_mesh, process_rows
 from jzero.optim import averaged
 from jzero.reads import UnsupportedModelError
 from jzero.run import Precision, Run, Specs, setup
 from jzero.schedules import make_schedule
+from jzero.stack import scan_layers
 from jzero.step import TrainState
 from jzero.use import remat_policy
 from jzero.zero import Whole, Zero
 
 __all__ = [
+    "Comm",
     "Precision",
     "Run",
     "Specs",
@@ -31,6 +34,7 @@ __all__ = [
     "make_schedule",
     "process_rows",
     "remat_policy",
+    "scan_layers",
     "setup",
     "targets",
 ]

@@ -110,14 +110,14 @@ class Model(Section):
             raise ValueError(f"model.preset = {name}: unknown preset; {hint}")
         return preset_fields(name) | values
 
-    def decoder(self, dtype: str) -> DecoderConfig:
+    def decoder(self, dtype: str, layers_ahead: int = 1) -> DecoderConfig:
         """The decoder that the section describes, computing in `dtype`.
 
         Raises:
             ValueError: values do not fit each other.
         """
         try:
-            return DecoderConfig(**self.model_dump(exclude={"preset"}), dtype=dtype)
+            return DecoderConfig(**self.model_dump(exclude={"preset"}), dtype=dtype, layers_ahead=layers_ahead)
         except ValueError as error:
             raise ValueError(f"model.{error}") from None
 
@@ -229,6 +229,24 @@ class Zero(Section):
     regather: bool = Field(True, description="stage 3 gathers again for backward; false: keeps what forward gathered")
 
 
+class Comm(Section):
+    """What is sent when, and in pieces of which size."""
+
+    overlap: bool = Field(True, description="on GPUs: computation is moved between start and end of a collective")
+    layers_ahead: int | None = Field(
+        None,
+        ge=0,
+        le=2,
+        description="layers gathered ahead of the one that computes; none: 1, and 0 on CPU",
+    )
+    reduce_bucket_bytes: int | None = Field(
+        None, ge=1, description="on GPUs: neighbouring reductions are combined up to this size; none: as XLA does"
+    )
+    gather_bucket_bytes: int | None = Field(
+        None, ge=1, description="on GPUs: neighbouring gathers are combined up to this size; none: as XLA does"
+    )
+
+
 class Log(Section):
     """What is reported, and how often."""
 
@@ -268,6 +286,7 @@ class Config(Section):
     optim: Optim = Field(default_factory=Optim.defaults)
     precision: Precision = Field(default_factory=Precision.defaults)
     zero: Zero = Field(default_factory=Zero.defaults)
+    comm: Comm = Field(default_factory=Comm.defaults)
     log: Log = Field(default_factory=Log.defaults)
     run: Run = Field(default_factory=Run.defaults)
 
@@ -378,8 +397,19 @@ def resolve(config: Config, device_count: int, platform: str) -> Config:
             "micro_batch": micro_batch,
             "precision": config.precision.model_copy(update={"params": params}),
             "optim": config.optim.model_copy(update=optim),
+            "comm": _resolve_comm(config.comm, platform),
         }
     )
+
+
+def _resolve_comm(comm: Comm, platform: str) -> Comm:
+    for key in ("reduce_bucket_bytes", "gather_bucket_bytes"):
+        if getattr(comm, key) is not None and platform not in ("gpu", "cuda"):
+            raise ConfigError(
+                f"comm.{key} = {getattr(comm, key)}: XLA's GPU compiler has such a size, on {platform} it is none"
+            )
+    ahead = int(platform != "cpu") if comm.layers_ahead is None else comm.layers_ahead
+    return comm.model_copy(update={"layers_ahead": ahead})
 
 
 def load(argv: Sequence[str], prog: str = "python -m jzero.train") -> Config:

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero import zero as zero_lib
+from jzero.comm import Comm
 from jzero.gradients import Gradients, abstract_rows, device_dtype, rows_per_device
 from jzero.mesh import as_mesh, batch_sharding, data_size, process_rows
 from jzero.optim import average_of, with_master
@@ -58,6 +59,7 @@ def _is_floating(dtype: Any) -> bool:
 
 
 _AS_MADE = Precision()
+_BY_XLA = Comm()
 _EVERYWHERE = Zero()
 _LARGE = 1024  # elements; what is smaller is not worth a word
 
@@ -210,6 +212,7 @@ def setup(
     trainable: Any = nnx.Param,
     precision: Precision = _AS_MADE,
     zero: Zero = _EVERYWHERE,
+    comm: Comm = _BY_XLA,
 ) -> Run:
     """Makes a ZeRO run of any Flax NNX model and any optax transformation, without making an array.
 
@@ -228,6 +231,7 @@ def setup(
         trainable: NNX filter of the parameters to train; other `nnx.Param`s are frozen.
         precision: dtypes of parameters, accumulated gradients and reductions.
         zero: over which axes, and what stays whole or gathered.
+        comm: how collectives are scheduled.
 
     Raises:
         ValueError: bad stage, mesh, batch, annotation, pattern.
@@ -235,6 +239,7 @@ def setup(
         UnsupportedModelError: the model does what cannot be sharded; names the place.
     """
     mesh = as_mesh(mesh)
+    compiler_options = comm.compiler_options(mesh)
     _check_arguments(tx, micro_batches, clip_norm)
     seen = _look(model_fn, loss_fn, trainable, mesh, batch, micro_batches, precision.params)
     per_layer = unflatten_dict({path: _of_one_layer(x, seen.layers[path]) for path, x in seen.trained().items()})
@@ -283,8 +288,11 @@ def setup(
             in_shardings=(shardings, rows),
             out_shardings=(shardings, NamedSharding(mesh, P())),
             donate_argnums=0,
+            compiler_options=compiler_options,
         ),
-        _evaluate=jax.jit(evaluate, static_argnums=2, in_shardings=(shardings, rows)),
+        _evaluate=jax.jit(
+            evaluate, static_argnums=2, in_shardings=(shardings, rows), compiler_options=compiler_options
+        ),
         _average_at_rest=jax.jit(functools.partial(at_rest, gradients, mesh, dtypes), out_shardings=shardings.params),
     )
 

@@ -174,7 +174,7 @@ def make_run(config: Config, mesh: jax.sharding.Mesh) -> jzero.Run:
     """The ZeRO run that a resolved config describes; no array is made."""
     precision, dtype = config.precision, config.precision.params
     # Made in float32 whatever the precision, so that the masters are not rounded; `setup` brings them to rest.
-    sizes = config.model.decoder(dtype)
+    sizes = config.model.decoder(dtype, config.comm.layers_ahead or 0)
     try:
         return jzero.setup(
             lambda: Decoder(sizes, rngs=nnx.Rngs(config.seed)),
@@ -187,6 +187,7 @@ def make_run(config: Config, mesh: jax.sharding.Mesh) -> jzero.Run:
             clip_norm=config.optim.clip_norm,
             precision=jzero.Precision(params=dtype, grads=precision.grads, reduce=precision.reduce),
             zero=jzero.Zero(**config.zero.model_dump()),
+            comm=jzero.Comm(**config.comm.model_dump(exclude={"layers_ahead"})),
         )
     except ShardingError as error:  # a pattern that matches nothing, axes of one device
         raise ConfigError(str(error)) from error

@@ -11,11 +11,13 @@ PACKAGE = Path(__file__).parents[1] / "jzero"
 
 # A file imports only from strictly lower rows; "" is the package itself, which gathers the public names.
 ROWS = [
-    {"mesh", "targets", "replica_groups", "compile_cache", "recipes"},
+    {"mesh", "targets", "replica_groups", "compile_cache", "recipes", "comm"},
     {"collectives", "hlo", "reads", "watch"},
     {"zero"},
     {"use"},
-    {"stack", "lora", "template", "optim", "schedules", "data", "models"},
+    {"prefetch"},
+    {"stack"},
+    {"lora", "template", "optim", "schedules", "data", "models"},
     {"probe", "config", "chains"},
     {"gradients"},
     {"step"},
