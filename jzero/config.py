@@ -405,9 +405,7 @@ def resolve(config: Config, device_count: int, platform: str) -> Config:
 def _resolve_comm(comm: Comm, platform: str) -> Comm:
     for key in ("reduce_bucket_bytes", "gather_bucket_bytes"):
         if getattr(comm, key) is not None and platform not in ("gpu", "cuda"):
-            raise ConfigError(
-                f"comm.{key} = {getattr(comm, key)}: XLA's GPU compiler has such a size, on {platform} it is none"
-            )
+            raise ConfigError(f"comm.{key} = {getattr(comm, key)}: is for GPUs, on {platform} there is no such size")
     ahead = int(platform != "cpu") if comm.layers_ahead is None else comm.layers_ahead
     return comm.model_copy(update={"layers_ahead": ahead})
 

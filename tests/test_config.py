@@ -189,6 +189,9 @@ def test_numbers_with_an_exponent_and_the_word_none_mean_the_same_in_a_file(tmp_
         (["--optim.warmup_steps", "20", "--steps", "10"], ["optim.warmup_steps = 20", "steps = 10"]),
         (["--config", "/no/such.yaml"], ["/no/such.yaml", "No such file"]),
         (["--config", "/"], ["--config /"]),
+        (["--comm.layers_ahead", "3"], ["comm.layers_ahead = 3", "<= 2, or none"]),
+        (["--comm.overlap", "maybe"], ["comm.overlap = maybe"]),
+        (["--comm.reduce_bucket_bytes", "0"], ["comm.reduce_bucket_bytes = 0", ">= 1, or none"]),
     ],
 )
 def test_wrong_flags_are_refused_in_one_line(argv, parts):
@@ -252,11 +255,19 @@ def test_a_resolved_preset_holds_its_values_and_reads_back(tmp_path):
 
 def test_the_models_keys_are_the_decoders_fields_with_its_defaults():
     fields = {field.name: field.default for field in dataclasses.fields(DecoderConfig)}
-    assert set(Model.model_fields) - {"preset"} == set(fields) - {"dtype", "param_dtype"}
+    assert set(Model.model_fields) - {"preset"} == set(fields) - {"dtype", "param_dtype", "layers_ahead"}
     for name, default in fields.items():
         if default is not dataclasses.MISSING and name in Model.model_fields:
             assert Model.model_fields[name].default == default, name
     assert load([]).model.decoder("float32") == PRESETS["tiny"]
+
+
+@pytest.mark.parametrize("key", ["comm.reduce_bucket_bytes", "comm.gather_bucket_bytes"])
+def test_sizes_for_the_gpu_compiler_are_refused_elsewhere(key):
+    config = load([f"--{key}", "1000"])
+    with pytest.raises(ConfigError, match=f"{key} = 1000: is for GPUs"):
+        resolve(config, 8, "cpu")
+    assert resolve(config, 8, "gpu").comm == config.comm.model_copy(update={"layers_ahead": 1})
 
 
 def test_all_that_is_wrong_is_named_at_once():

@@ -12,7 +12,7 @@ from typing import Any
 from jzero.models.decoder_config import DecoderConfig
 
 # How a model is computed, not what it is: no preset says anything of it.
-RUN_FIELDS = frozenset({"dropout", "remat", "scan", "dtype", "param_dtype", "attention"})
+RUN_FIELDS = frozenset({"dropout", "remat", "scan", "layers_ahead", "dtype", "param_dtype", "attention"})
 
 
 def _gpt2(width: int, layers: int, heads: int) -> DecoderConfig:
