@@ -5,6 +5,7 @@ XLA:CPU widens 16-bit collectives to float32; here bfloat16 stays 16 bits on the
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -88,3 +89,25 @@ def test_the_layer_loops_hold_the_collectives(stage):
 def test_tensor_parallel_meshes_compile_without_an_all_to_all(mesh, remat):
     _, ledger = compiled(mesh, 3, 4, remat=remat)
     assert {c.kind for c in ledger} <= {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=slow)])
+def test_cudnn_takes_windows_and_packed_rows_inside_the_regions(packed):
+    """Per head group of tp, in the region that is manual over data: cuDNN refuses anything left to the compiler."""
+    rows = jax.ShapeDtypeStruct((8, 128), jnp.int32)
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 129), jnp.int32)} | (
+        {"positions": rows, "segments": rows} if packed else {}
+    )
+    run = jzero.setup(
+        decoder(dtype="bfloat16", width=64, kv_heads=2, attention="cudnn", window=32),
+        next_token_loss,
+        optax.adamw(1e-3),
+        jzero.make_mesh("dp=4,tp=2", targets.gpu_devices("h100", 8)),
+        batch,
+        stage=3,
+        precision=jzero.Precision(params="bfloat16"),
+    )
+    text = run.lower()["step"].compile(compiler_options=targets.COMPILER_OPTIONS).as_text()
+    kind = "ScaleBiasSoftmax" if packed else "Softmax"  # a mask is a bias to cuDNN
+    assert f"__cudnn$fmha{kind}Backward" in text
+    assert re.search(r"sliding_window_length\W+32\b", text)
