@@ -68,7 +68,7 @@ def main() -> None:
 
 def model(args: argparse.Namespace) -> Decoder:
     sizes = {"width": args.width, "layers": args.layers, "heads": 4, "kv_heads": 4, "mlp_width": 3 * args.width}
-    return Decoder(DecoderConfig(**sizes, vocab=256, remat=args.remat), rngs=nnx.Rngs(0))
+    return Decoder(DecoderConfig(**sizes, vocab=256, tied=True, remat=args.remat), rngs=nnx.Rngs(0))
 
 
 def by_jzero(args: argparse.Namespace, mesh: Mesh, tokens: np.ndarray, stage: int) -> Program:
@@ -188,7 +188,7 @@ def arguments() -> argparse.Namespace:
     cli.add_argument("--micro-batches", type=int, default=1)
     cli.add_argument("--width", type=int, default=64)
     cli.add_argument("--layers", type=int, default=4)
-    cli.add_argument("--remat", default="none")
+    cli.add_argument("--remat", default="none", choices=("none", "dots", "full"))
     cli.add_argument("--tokens-per-1000", type=float, default=64, help="tokens a step per 1,000 parameters")
     return cli.parse_args()
 
