@@ -83,31 +83,32 @@ def the_batch() -> dict[str, np.ndarray]:
 
 
 class Case(NamedTuple):
-    """What to train with."""
+    """What to train with; `make` takes the parameters as layers read them."""
 
-    make: Callable[[], optax.GradientTransformation]
+    make: Callable[[Any], optax.GradientTransformation]
     clip_norm: float | None = None
 
 
-def matrices_of_layers(params: Any) -> Any:
-    """Muon orthogonalises matrices, and those of a stack one by one."""
-
-    def numbers(path: tuple[Any, ...], x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-        layer_dims = int(path[0].key == "layers")
-        return optax.contrib.MuonDimensionNumbers(-2, -1) if x.ndim - layer_dims == 2 else None
-
-    return jax.tree_util.tree_map_with_path(numbers, params)
+def named(name: str, lr: float, **settings: Any) -> Callable[[Any], optax.GradientTransformation]:
+    return lambda per_layer: jzero.make_optimizer(name, lr, per_layer, **settings)
 
 
 # Learning rates at which training is stable, so that rounding is not amplified from step to step.
 CASES = {
-    "adamw": Case(lambda: optax.adamw(2e-3, weight_decay=0.1)),
-    "adafactor": Case(lambda: optax.adafactor(3e-3, min_dim_size_to_factor=8)),
-    "muon": Case(lambda: optax.contrib.muon(3e-3, muon_weight_dimension_numbers=matrices_of_layers)),
-    "lion": Case(lambda: optax.lion(1e-3)),
-    "sgd": Case(lambda: optax.sgd(0.01, momentum=0.9)),
-    "clipped": Case(lambda: optax.sgd(0.1, momentum=0.9), CLIP_NORM),
+    "adamw": Case(named("adamw", 2e-3)),
+    "lion": Case(named("lion", 1e-3)),
+    "adafactor": Case(named("adafactor", 3e-3)),
+    "sgd": Case(named("sgd", 0.01)),
+    "muon": Case(named("muon", 2e-3)),
+    "averaged": Case(lambda per_layer: jzero.averaged(named("sgd", 0.01, nesterov=True)(per_layer), 0.9)),
+    "factored adafactor": Case(lambda _: optax.adafactor(3e-3, min_dim_size_to_factor=8)),
+    "clipped": Case(named("sgd", 0.1), CLIP_NORM),
 }
+
+
+def per_layer_by_hand() -> Any:
+    params = nnx.to_pure_dict(nnx.state(classifier(), nnx.Param))
+    return params | {"layers": jax.tree.map(lambda x: x[0], params["layers"])}
 
 
 def is_matrix(params: Any) -> Any:
@@ -120,30 +121,32 @@ def by_rank(params: Any) -> Any:
 
 # Transformations round others, and those that look at all parameters at once or ask for the loss.
 WRAPPED = {
-    "chain": Case(lambda: optax.chain(optax.clip_by_global_norm(0.2), optax.adam(2e-3), optax.ema(0.9))),
-    "masked": Case(lambda: optax.chain(optax.masked(optax.scale_by_adam(), is_matrix), optax.scale(-2e-3))),
-    "partition": Case(lambda: optax.partition({"matrix": optax.lion(1e-3), "vector": optax.adam(2e-3)}, by_rank)),
-    "MultiSteps": Case(lambda: optax.MultiSteps(optax.adam(2e-3), 3).gradient_transformation()),
-    "inject_hyperparams": Case(lambda: optax.inject_hyperparams(optax.adamw)(lambda k: 2e-3 / (k + 1))),
-    "apply_if_finite": Case(lambda: optax.apply_if_finite(optax.adam(2e-3), 3)),
-    "lamb": Case(lambda: optax.lamb(3e-3)),
-    "sm3": Case(lambda: optax.sm3(0.02)),
-    "polyak_sgd": Case(lambda: optax.polyak_sgd(0.05)),
-    "reduce_on_plateau": Case(lambda: optax.chain(optax.adam(2e-3), optax.contrib.reduce_on_plateau(patience=1))),
-    "schedule_free": Case(lambda: optax.contrib.schedule_free_adamw(1e-2)),
+    "chain": Case(lambda _: optax.chain(optax.clip_by_global_norm(0.2), optax.adam(2e-3), optax.ema(0.9))),
+    "masked": Case(lambda _: optax.chain(optax.masked(optax.scale_by_adam(), is_matrix), optax.scale(-2e-3))),
+    "partition": Case(lambda _: optax.partition({"matrix": optax.lion(1e-3), "vector": optax.adam(2e-3)}, by_rank)),
+    "MultiSteps": Case(lambda _: optax.MultiSteps(optax.adam(2e-3), 3).gradient_transformation()),
+    "inject_hyperparams": Case(lambda _: optax.inject_hyperparams(optax.adamw)(lambda k: 2e-3 / (k + 1))),
+    "apply_if_finite": Case(lambda _: optax.apply_if_finite(optax.adam(2e-3), 3)),
+    "lamb": Case(lambda _: optax.lamb(3e-3)),
+    "sm3": Case(lambda _: optax.sm3(0.02)),
+    "polyak_sgd": Case(lambda _: optax.polyak_sgd(0.05)),
+    "reduce_on_plateau": Case(lambda _: optax.chain(optax.adam(2e-3), optax.contrib.reduce_on_plateau(patience=1))),
+    "schedule_free": Case(lambda _: optax.contrib.schedule_free_adamw(1e-2)),
 }
 
 
 @functools.cache
 def on_one_device(name: str) -> single.Trace:
     case = (CASES | WRAPPED)[name]
-    return single.one_device(classifier, loss_of, case.make(), [the_batch()] * STEPS, clip_norm=case.clip_norm)
+    return single.one_device(
+        classifier, loss_of, case.make(per_layer_by_hand()), [the_batch()] * STEPS, clip_norm=case.clip_norm
+    )
 
 
 def on_shards(name: str, stage: int) -> single.Trace:
     case, batch = (CASES | WRAPPED)[name], the_batch()
     run = jzero.setup(
-        classifier, loss_of, single.recording(case.make()), MESH, batch,
+        classifier, loss_of, lambda per_layer: single.recording(case.make(per_layer)), MESH, batch,
         stage=stage, micro_batches=2, clip_norm=case.clip_norm,
     )  # fmt: skip
     return single.train(run, [batch] * STEPS)
@@ -176,7 +179,7 @@ def test_a_wrapped_optimizer_trains_as_on_one_device(name):
 # ---- what the state holds -------------------------------------------------------------------------------------------
 
 
-def run_of(stage: int, tx: optax.GradientTransformation, params: str | None, born: str = "float32") -> jzero.Run:
+def run_of(stage: int, tx: Any, params: str | None, born: str = "float32") -> jzero.Run:
     precision = jzero.Precision(params=params)
     model_fn = functools.partial(classifier, born)
     return jzero.setup(model_fn, loss_of, tx, MESH, the_batch(), stage=stage, precision=precision)
@@ -199,9 +202,9 @@ def test_moments_and_master_are_float32_whatever_parameters_are(stage, params, b
 
 
 @pytest.mark.parametrize("params", [None, "bfloat16"])
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "factored adafactor", "muon", "averaged"])
 def test_the_state_is_the_same_tree_at_every_stage_and_only_its_specs_differ(name, params):
-    runs = [run_of(stage, CASES[name].make(), params) for stage in range(4)]
+    runs = [run_of(stage, CASES[name].make, params) for stage in range(4)]
     shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), run.abstract_state) for run in runs]
     assert shapes[0] == shapes[1] == shapes[2] == shapes[3]
     specs = [by_path(run.specs.opt_state) for run in runs]
