@@ -53,9 +53,9 @@ RECIPES: dict[OptimizerName, Recipe] = {
         settings={"weight_decay": 0.1, "b1": 0.9, "b2": 0.95, "eps": 1e-8},
     ),
     "lion": Recipe(
-        "Chen et al. 2023, section 5: AdamW's rate divided, its decay multiplied, by 3 to 10",
-        lr=3e-4,
-        settings={"weight_decay": 1.0, "b1": 0.9, "b2": 0.99},
+        "Chen et al. 2023, section 5: AdamW's rate divided, its decay multiplied, by 3 to 10, here 3",
+        lr=1e-3,
+        settings={"weight_decay": 0.3, "b1": 0.9, "b2": 0.99},
     ),
     "adafactor": Recipe(
         "Shazeer and Stern 2018, algorithm 4; the rate is relative to the root mean square of each tensor",

@@ -178,7 +178,7 @@ def rate(k):
 # What optax says under the same name; where its decay is not times the rate, none is compared.
 SAME = {
     "adamw": optax.adamw(rate, b2=0.95, weight_decay=0.1),
-    "lion": optax.lion(rate, weight_decay=1.0),
+    "lion": optax.lion(rate, weight_decay=0.3),
     "adafactor": optax.adafactor(rate),
     "sgd": optax.sgd(rate, momentum=0.9),
     "muon": optax.contrib.muon(rate, weight_decay=0.1, consistent_rms=0.2),

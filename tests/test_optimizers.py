@@ -100,7 +100,7 @@ CASES = {
     "adafactor": Case(named("adafactor", 3e-3)),
     "sgd": Case(named("sgd", 0.01)),
     "muon": Case(named("muon", 2e-3)),
-    "averaged": Case(lambda per_layer: jzero.averaged(named("sgd", 0.01, nesterov=True)(per_layer), 0.9)),
+    "averaged": Case(lambda per_layer: jzero.averaged(named("sgd", 0.005, nesterov=True)(per_layer), 0.9)),
     "factored adafactor": Case(lambda _: optax.adafactor(3e-3, min_dim_size_to_factor=8)),
     "clipped": Case(named("sgd", 0.1), CLIP_NORM),
 }

@@ -308,7 +308,7 @@ def held(document, fraction):
 
 LINES = {
     "adamw": "lr 0.003, weight_decay 0.1, b1 0.9, b2 0.95, eps 1e-08); weight decay on 16 of 21 leaves",
-    "lion": "lr 0.0003, weight_decay 1.0, b1 0.9, b2 0.99); weight decay on 16 of 21 leaves",
+    "lion": "lr 0.001, weight_decay 0.3, b1 0.9, b2 0.99); weight decay on 16 of 21 leaves",
     "adafactor": "lr 0.01, weight_decay 0.0, eps 1e-30); weight decay on 16 of 21 leaves",
     "sgd": "lr 0.1, weight_decay 0.0, momentum 0.9, nesterov False); weight decay on 16 of 21 leaves",
     "muon": "eps 1e-08); weight decay on 16 of 21 leaves, 14 of them orthogonalised",
