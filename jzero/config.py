@@ -347,6 +347,9 @@ def _check_optimizer(optim: Optim) -> None:
     for key in ("plateau_factor", "plateau_window"):
         if optim.plateau_patience is None and getattr(optim, key) != Optim.model_fields[key].default:
             raise ValueError(f"optim.{key} = {getattr(optim, key)} needs optim.plateau_patience, which is none")
+    unread = optim.schedule == "constant" and optim.plateau_patience is None
+    if unread and optim.min_lr_ratio != Optim.model_fields["min_lr_ratio"].default:
+        raise ValueError(f"optim.min_lr_ratio = {optim.min_lr_ratio}: optim.schedule = constant does not go there")
 
 
 def _divides(small_key: str, small: int, large_key: str, large: int) -> None:

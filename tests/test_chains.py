@@ -1,6 +1,8 @@
 """The named optimizers: their formulas, which parameters decay and which are orthogonalised, and what they refuse."""
 
 import functools
+import re
+from pathlib import Path
 from typing import get_args
 
 import jax
@@ -311,3 +313,22 @@ def test_what_a_function_makes_must_be_a_transformation():
     mesh = jzero.make_mesh("dp=1", jax.devices()[:1])
     with pytest.raises(TypeError, match="what tx made of the parameters must be an optax transformation"):
         jzero.setup(decoder(), next_token_loss, lambda per_layer: 3, mesh, batches(1, 4)[0])
+
+
+# ---- the README -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_readme_gives_the_defaults_that_are(name):
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
+    _, _, lr, decay, others, _ = (cell.strip() for cell in row.split("|"))
+    recipe = RECIPES[name]
+    assert (float(lr), float(decay)) == (recipe.lr, recipe.settings["weight_decay"])
+    for key, value in recipe.settings.items():
+        if isinstance(value, bool):
+            assert f"{key} {str(value).lower()}" in others
+        elif isinstance(value, tuple):
+            assert f"{key} `{','.join(value)}`" in others
+        elif key != "weight_decay":
+            assert re.search(rf"\b{key} {value:g}".replace("e-0", "e-"), others)

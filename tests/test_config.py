@@ -125,6 +125,7 @@ def test_numbers_with_an_exponent_and_the_word_none_mean_the_same_in_a_file(tmp_
         (["--optim.plateau_patience", "0"], ["optim.plateau_patience = 0", ">= 1"]),
         (["--optim.plateau_factor", "1"], ["optim.plateau_factor = 1", "< 1"]),
         (["--optim.plateau_factor", "0.1"], ["optim.plateau_factor = 0.1 needs optim.plateau_patience"]),
+        (["--optim.schedule", "constant", "--optim.min_lr_ratio", "0"], ["optim.min_lr_ratio = 0", "constant"]),
         (["--optim.plateau_window", "0"], ["optim.plateau_window = 0", ">= 1"]),
         (["--optim.plateau_window", "5"], ["optim.plateau_window = 5 needs optim.plateau_patience"]),
         (["--model.scan", "1"], ["model.scan = 1", "true or false"]),
