@@ -1,7 +1,6 @@
 """The prefetching stack is the plain scan: the same gradients, the same bytes, two layers more of memory at most."""
 
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,7 @@ import one_device as single
 import optax
 import pytest
 from flax import nnx
-from flax.traverse_util import flatten_dict
-from tiny_decoder import batches, decoder
+from tiny_decoder import batches, decoder, layer_bytes
 
 import jzero
 from jzero import hlo
@@ -142,18 +140,6 @@ def test_it_sends_the_bytes_of_the_plain_scan_and_holds_two_layers_more(mesh, st
     sent = hlo.traffic(hlo.collectives(prefetching, run.mesh), by)
     assert sent == hlo.traffic(hlo.collectives(plain, run.mesh), by)
     assert hlo.memory(prefetching).temp_bytes <= hlo.memory(plain).temp_bytes + 2 * layer_bytes(run)
-
-
-def layer_bytes(run) -> int:
-    """Parameters of one layer on one device, whole but for tensor parallelism."""
-    shapes, specs = flatten_dict(run.abstract_state.params), flatten_dict(run.specs.params)
-    tp = run.mesh.shape["tp"]
-    sizes = [
-        math.prod(x.shape[1:]) * x.dtype.itemsize // (tp if "tp" in specs[path] else 1)
-        for path, x in shapes.items()
-        if path[0] == "layers"
-    ]
-    return sum(sizes)
 
 
 # ---- any model ------------------------------------------------------------------------------------------------------

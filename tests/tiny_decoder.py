@@ -1,10 +1,13 @@
 """The small decoder and its batches, which the proofs of the core share."""
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
+import jzero
 from jzero.models.decoder import Decoder, DecoderConfig
 
 SEQ = 8
@@ -28,3 +31,15 @@ def batches(count: int, rows: int, seed: int = 0) -> list[dict[str, np.ndarray]]
         }
         for _ in range(count)
     ]
+
+
+def layer_bytes(run: jzero.Run) -> int:
+    """Parameters of one layer on one device, whole but for tensor parallelism."""
+    shapes, specs = flatten_dict(run.abstract_state.params), flatten_dict(run.specs.params)
+    tp = run.mesh.shape["tp"]
+    sizes = [
+        math.prod(x.shape[1:]) * x.dtype.itemsize // (tp if "tp" in specs[path] else 1)
+        for path, x in shapes.items()
+        if path[0] == "layers"
+    ]
+    return sum(sizes)
