@@ -233,12 +233,7 @@ class Comm(Section):
     """What is sent when, and in pieces of which size."""
 
     overlap: bool = Field(True, description="on GPUs: computation is moved between start and end of a collective")
-    layers_ahead: int | None = Field(
-        None,
-        ge=0,
-        le=2,
-        description="layers gathered ahead of the one that computes; none: 1, and 0 on CPU",
-    )
+    layers_ahead: int = Field(1, ge=0, le=2, description="layers gathered ahead of the one that computes")
     reduce_bucket_bytes: int | None = Field(
         None, ge=1, description="on GPUs: neighbouring reductions are combined up to this size; none: as XLA does"
     )
@@ -380,6 +375,7 @@ def resolve(config: Config, device_count: int, platform: str) -> Config:
         _check_tensor_parallel(config.model, sizes[mesh.TP])
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    _check_comm(config.comm, platform)
     data_parallel = sizes[mesh.NODE] * sizes[mesh.DP]
     micro_batch = config.micro_batch or max(1, config.batch_size // data_parallel)
     if config.batch_size % (micro_batch * data_parallel):
@@ -400,17 +396,14 @@ def resolve(config: Config, device_count: int, platform: str) -> Config:
             "micro_batch": micro_batch,
             "precision": config.precision.model_copy(update={"params": params}),
             "optim": config.optim.model_copy(update=optim),
-            "comm": _resolve_comm(config.comm, platform),
         }
     )
 
 
-def _resolve_comm(comm: Comm, platform: str) -> Comm:
+def _check_comm(comm: Comm, platform: str) -> None:
     for key in ("reduce_bucket_bytes", "gather_bucket_bytes"):
         if getattr(comm, key) is not None and platform not in ("gpu", "cuda"):
             raise ConfigError(f"comm.{key} = {getattr(comm, key)}: is for GPUs, on {platform} there is no such size")
-    ahead = int(platform != "cpu") if comm.layers_ahead is None else comm.layers_ahead
-    return comm.model_copy(update={"layers_ahead": ahead})
 
 
 def load(argv: Sequence[str], prog: str = "python -m jzero.train") -> Config:

@@ -48,11 +48,6 @@ class Layer:
     policy: Callable[..., Any]
 
     @property
-    def sends(self) -> bool:
-        """Whether a layer gathers or scatters anything."""
-        return any(move.forward.moves or move.backward.moves for move in self.moves.values())
-
-    @property
     def gathered(self) -> frozenset[Path]:
         """The weights whose way into use takes a collective."""
         return frozenset(path for path, move in self.moves.items() if move.forward.moves)

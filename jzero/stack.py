@@ -1,7 +1,7 @@
 """Stacked layers, run one after the other: `scan_layers`, which any model may call.
 
 It takes an NNX module apart into arrays for `prefetch.py`, where the neighbour layer's parameters and gradients are
-under way while a layer computes, and falls back to `nnx.scan` where there is nothing to send.
+under way while a layer computes, and falls back to `nnx.scan` outside of a run.
 """
 
 from collections.abc import Callable
@@ -31,9 +31,8 @@ def scan_layers(
 ) -> Carry:
     """`x` through a stack of layers: `x = block(layer, x, *broadcast)` for one after the other.
 
-    In a ZeRO run whose layers are gathered or scattered as they are read, the neighbour layer's parameters and
-    gradients are under way while a layer computes.  Everywhere else, and with `layers_ahead=0`, it is `nnx.scan` over
-    `nnx.remat`, with the same values.
+    In a ZeRO run the neighbour layer's parameters and gradients are under way while a layer computes.  Everywhere else,
+    and with `layers_ahead=0`, it is `nnx.scan` over `nnx.remat`, with the same values.
 
     Args:
         block: one layer's computation.  It is given all arrays that it needs, and closes over none.
@@ -65,7 +64,7 @@ def scan_layers(
         return x, _after(layer, leaves, others)
 
     layer, ahead = Layer(run, moves, policy), min(layers_ahead, depth - 1)
-    if not ahead or not layer.sends:
+    if not ahead or not moves:
         return _plain_scan(block, layers, x, broadcast, policy)
     resting = {path: leaves[path].get_raw_value() for path in moves}
     slots = {path: rest.slot for path, rest in resting.items() if rest.slot is not None}

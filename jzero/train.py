@@ -174,7 +174,7 @@ def make_run(config: Config, mesh: jax.sharding.Mesh) -> jzero.Run:
     """The ZeRO run that a resolved config describes; no array is made."""
     precision, dtype = config.precision, config.precision.params
     # Made in float32 whatever the precision, so that the masters are not rounded; `setup` brings them to rest.
-    sizes = config.model.decoder(dtype, config.comm.layers_ahead or 0)
+    sizes = config.model.decoder(dtype, config.comm.layers_ahead)
     try:
         return jzero.setup(
             lambda: Decoder(sizes, rngs=nnx.Rngs(config.seed)),

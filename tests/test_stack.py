@@ -48,9 +48,16 @@ def assert_prefetching_changes_nothing(mesh, ahead=1, micro_batches=1, sizes=Non
 
 # ---- the decoder ----------------------------------------------------------------------------------------------------
 
-CELLS = list(itertools.product((2, 3), REMATS, MESHES))
+CELLS = list(itertools.product((0, 1, 2, 3), REMATS, MESHES))
 BY_CELL = ("stage", "remat", "mesh")
-QUICK = [(3, "none", "dp=8"), (3, "full", "dp=4,tp=2"), (2, "dots", "dp=4,tp=2"), (3, "dots", "dp=8")]
+QUICK = [
+    (0, "dots", "dp=8"),
+    (1, "full", "dp=4,tp=2"),
+    (3, "none", "dp=8"),
+    (3, "full", "dp=4,tp=2"),
+    (2, "dots", "dp=4,tp=2"),
+    (3, "dots", "dp=8"),
+]
 
 
 @pytest.mark.parametrize(
@@ -58,20 +65,6 @@ QUICK = [(3, "none", "dp=8"), (3, "full", "dp=4,tp=2"), (2, "dots", "dp=4,tp=2")
 )
 def test_gradients_equal_the_plain_scan(stage, remat, mesh):
     assert_prefetching_changes_nothing(mesh, stage=stage, sizes={"remat": remat})
-
-
-@pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("stage", [0, 1])
-def test_where_no_layer_sends_anything_it_is_the_plain_scan(stage, mesh, remat):
-    (data,) = batches(1, 8)
-    plain, prefetching = (
-        jzero.setup(decoder(remat=remat, layers_ahead=k), next_token_loss, optax.sgd(0.1), mesh, data, stage=stage)
-        .lower()["step"]
-        .as_text()
-        for k in (0, 1)
-    )
-    assert prefetching == plain
 
 
 @pytest.mark.parametrize(
@@ -129,7 +122,7 @@ def compiled(mesh, stage, ahead, remat="none", micro_batches=1, layers=5):
         ("dp=4,tp=2", 2, "full", 1),
         *(
             pytest.param(*cell, marks=slow)
-            for cell in itertools.product(MESHES, (2, 3), REMATS, (1, 4))
+            for cell in itertools.product(MESHES, (1, 2, 3), REMATS, (1, 4))
             if cell not in {("dp=8", 3, "none", 4), ("dp=4,tp=2", 2, "full", 1)}
         ),
     ],
