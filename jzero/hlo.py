@@ -17,20 +17,17 @@ flattened mesh it was compiled for, never `device.id`.
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jzero.hlo_text import KINDS, HloError, Instruction, Module, Placed, closing
 from jzero.replica_groups import replica_groups, source_target_pairs
 
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-
-
-class HloError(ValueError):
-    """A compiled program holds something that cannot be read exactly."""
+__all__ = ["KINDS", "Collective", "HloError", "Memory", "collectives", "memory", "traffic"]
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ def collectives(program: "jax.stages.Compiled | str", mesh: Mesh) -> list[Collec
     if not isinstance(program, str):
         _check_mesh(program, mesh)
     text = program if isinstance(program, str) else program.as_text()
-    module = _Module(text or "")
+    module = Module(text or "")
     found = list(module.walk(module.entry))
     if unreached := module.collective_names - {placed.instruction.name for placed in found}:
         raise HloError(f"collectives {sorted(unreached)} stand in no computation that the entry is seen to call")
@@ -163,166 +160,13 @@ def _check_mesh(compiled: jax.stages.Compiled, mesh: Mesh) -> None:
             raise HloError(f"the program was compiled for the devices of {other}, in that order, not of {mesh}")
 
 
-# ---- text -> instructions -------------------------------------------------------------------------------------------
-# Operands are printed without shapes, but every message follows from the output's shape and the group size.
-
-_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_ASSIGNMENT = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
-_CALLED = re.compile(
-    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations|called_computations)"
-    r"=(\{[^}]*\}|%?[\w.\-]+)"
-)
-_TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"')
-_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
-_CUSTOM_CALL = re.compile(r'\bcustom_call_target="([^"]*)"')
-# Libraries' matrix multiplications, convolutions and attention.
-_MATMUL_CALL = re.compile(r"gemm|matmul|\$conv|fmha", re.IGNORECASE)
-# What follows these is free text that may look like an attribute.
-_FREE_TEXT = re.compile(r", (?:metadata|frontend_attributes|backend_config|statistics)=")
-
-
-@dataclass(frozen=True)
-class _Instruction:
-    name: str
-    shape: str
-    opcode: str
-    attributes: str  # operands and structural attributes
-    free_text: str  # metadata and backend_config
-
-    @property
-    def kind(self) -> str | None:
-        """The kind where this starts a collective. The done half of a pair is no collective of its own."""
-        if self.opcode.endswith(("-done", "-update")):
-            return None
-        kind = self.opcode.removesuffix("-start")
-        if kind in KINDS:
-            return kind
-        if re.search(r"collective|all-gather|all-reduce|reduce-scatter|all-to-all|^send$|^recv$", kind):
-            raise HloError(f"instruction {self.name}: no rule for counting the bytes of {self.opcode!r}")
-        return None
-
-    @property
-    def callees(self) -> list[str]:
-        if self.opcode.endswith(("-done", "-update")):
-            return []  # Older XLA repeats `calls=` there.
-        return [name for group in _CALLED.findall(self.attributes) for name in re.findall(r"[\w.\-]+", group)]
-
-    @property
-    def first_operand(self) -> str:
-        found = re.match(r"%?([\w.\-]+)", self.attributes)
-        return found[1] if found else ""
-
-    @property
-    def trip_count(self) -> int:
-        if found := _TRIPS.search(self.free_text):
-            return int(found[1])
-        raise HloError(
-            f"loop {self.name} holds collectives and has no known trip count: run it a number of times that is known "
-            "when it is compiled (scan, or fori_loop with constants)"
-        )
-
-
-@dataclass(frozen=True)
-class _Placed:
-    """A collective where it stands; fields as in `Collective`."""
-
-    instruction: _Instruction
-    trips: int
-    loops: tuple[str, ...]
-    matmuls: int
-
-
-class _Module:
-    """The computations of one HLO module, by name."""
-
-    def __init__(self, text: str) -> None:
-        self.computations: dict[str, list[_Instruction]] = {}
-        self.entry = ""
-        current = None
-        for line in text.splitlines():
-            if header := _HEADER.match(line):
-                current = self.computations[header[2]] = []
-                self.entry = header[2] if header[1] else self.entry
-            elif line.startswith("}"):
-                current = None
-            elif current is not None and (found := _ASSIGNMENT.match(line)):
-                current.append(_instruction(found[1], found[2]))
-        if not text.startswith("HloModule") or not self.entry:
-            raise HloError(f"not the HLO text of a compiled program (compile first): {text[:60]!r}")
-        self._busy: dict[str, bool] = {}
-
-    @property
-    def collective_names(self) -> set[str]:
-        return {i.name for body in self.computations.values() for i in body if i.kind}
-
-    def busy(self, name: str) -> bool:
-        """Whether a run of computation `name` may meet a collective."""
-        if name not in self._busy:
-            body = self.computations.get(name, [])
-            self._busy[name] = any(i.kind or any(self.busy(c) for c in i.callees) for i in body)
-        return self._busy[name]
-
-    def walk(self, name: str, trips: int = 1, loops: tuple[str, ...] = (), matmuls: int = 0) -> Iterator[_Placed]:
-        for position, i in enumerate(self.computations[name]):
-            # What an asynchronous call wraps is not asynchronous itself.
-            under = self.matmuls_under(name, position) if i.opcode.endswith("-start") else matmuls
-            if i.kind:
-                yield _Placed(i, trips, loops, under)
-            for callee in filter(self.busy, i.callees):
-                if i.opcode != "while":
-                    yield from self.walk(callee, trips, loops, under)
-                    continue
-                is_condition = re.search(rf"\bcondition=%?{re.escape(callee)}(?![\w.\-])", i.attributes)
-                count = i.trip_count + bool(is_condition)  # A condition is tested once more than the body runs.
-                yield from self.walk(callee, trips * count, (*loops, callee))
-
-    def matmuls_under(self, name: str, start: int) -> int:
-        """Matrix multiplications between what stands at `start` and what waits for it; 0 if that is not found here."""
-        body = self.computations[name]
-        under_way, opcode, count = body[start].name, body[start].opcode.removesuffix("-start"), 0
-        for i in body[start + 1 :]:
-            if i.first_operand == under_way and i.opcode == f"{opcode}-update":
-                under_way = i.name
-            elif i.first_operand == under_way and i.opcode == f"{opcode}-done":
-                return count
-            count += self.multiplies(i)
-        return 0
-
-    def multiplies(self, i: _Instruction) -> bool:
-        """Whether an instruction multiplies matrices, itself or in what it calls."""
-        target = _CUSTOM_CALL.search(i.attributes)
-        if i.opcode in ("dot", "convolution") or (target and _MATMUL_CALL.search(target[1])):
-            return True
-        return any(self.multiplies(inner) for callee in i.callees for inner in self.computations.get(callee, []))
-
-
-def _instruction(name: str, text: str) -> _Instruction:
-    """Splits `SHAPE OPCODE(OPERANDS), ATTRIBUTES`."""
-    end = _closing(text) if text.startswith("(") else text.find(" ")
-    shape, rest = text[:end], text[end:].lstrip()
-    opcode, parenthesis, rest = rest.partition("(")
-    if end < 0 or not parenthesis or not re.fullmatch(r"[a-z][\w\-]*", opcode):
-        raise HloError(f"instruction {name}: cannot tell shape and operation apart in {text[:120]!r}")
-    cut = found.start() if (found := _FREE_TEXT.search(rest)) else len(rest)
-    return _Instruction(name, shape, opcode, rest[:cut], rest[cut:])
-
-
-def _closing(text: str) -> int:
-    """The position after the parenthesis that closes the one `text` starts with."""
-    depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
-        if depth == 0:
-            return found.end()
-    return -1
-
-
 # ---- instruction -> Collective --------------------------------------------------------------------------------------
 
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](\{[^}]*\})?")
 
 
-def _read(placed: _Placed, mesh: Mesh) -> list[Collective]:
+def _read(placed: Placed, mesh: Mesh) -> list[Collective]:
     """One Collective per dtype of the instruction's operands; none for groups of one device."""
     i, kind = placed.instruction, placed.instruction.kind or ""
     members = source_target_pairs if kind == "collective-permute" else replica_groups
@@ -345,7 +189,7 @@ def _read(placed: _Placed, mesh: Mesh) -> list[Collective]:
     ]
 
 
-def _output_shape(i: _Instruction) -> str:
+def _output_shape(i: Instruction) -> str:
     """The result's shape. What starts a pair has the shape (inputs, outputs, context...), but for an all-reduce."""
     if not i.opcode.endswith("-start"):
         return i.shape
@@ -362,7 +206,7 @@ def _tuple_parts(shape: str) -> list[str]:
     parts, rest = [], re.sub(r"/\*.*?\*/", "", shape)[1:-1] if shape.startswith("(") else ""
     while rest := rest.lstrip(", "):
         array = _ARRAY.match(rest)
-        end = _closing(rest) if rest.startswith("(") else array.end() if array else -1
+        end = closing(rest) if rest.startswith("(") else array.end() if array else -1
         if end < 0:
             raise HloError(f"cannot read the shape {shape!r}")
         parts.append(rest[:end])

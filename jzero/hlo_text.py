@@ -1,0 +1,204 @@
+"""The text of a compiled program, as computations of instructions: where collectives stand, and how often they run.
+
+Operands are printed without shapes, but every message follows from the output's shape and the group size.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+
+class HloError(ValueError):
+    """A compiled program holds something that cannot be read exactly."""
+
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_ASSIGNMENT = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations|called_computations)"
+    r"=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"')
+_CUSTOM_CALL = re.compile(r'\bcustom_call_target="([^"]*)"')
+# Libraries' matrix multiplications, convolutions and attention.
+_MATMUL_CALL = re.compile(r"gemm|matmul|\$conv|fmha", re.IGNORECASE)
+# What follows these is free text that may look like an attribute.
+_FREE_TEXT = re.compile(r", (?:metadata|frontend_attributes|backend_config|statistics)=")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name, shape, opcode: as printed.
+      attributes: operands and structural attributes.
+      free_text: metadata and backend_config.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    attributes: str
+    free_text: str
+
+    @property
+    def kind(self) -> str | None:
+        """The kind where this starts a collective. The done half of a pair is no collective of its own.
+
+        Raises:
+          HloError: a collective that is none of `KINDS`.
+        """
+        if self.opcode.endswith(("-done", "-update")):
+            return None
+        kind = self.opcode.removesuffix("-start")
+        if kind in KINDS:
+            return kind
+        if re.search(r"collective|all-gather|all-reduce|reduce-scatter|all-to-all|^send$|^recv$", kind):
+            raise HloError(f"instruction {self.name}: no rule for counting the bytes of {self.opcode!r}")
+        return None
+
+    @property
+    def callees(self) -> list[str]:
+        """Computations that this runs."""
+        if self.opcode.endswith(("-done", "-update")):
+            return []  # Older XLA repeats `calls=` there.
+        return [name for group in _CALLED.findall(self.attributes) for name in re.findall(r"[\w.\-]+", group)]
+
+    @property
+    def first_operand(self) -> str:
+        """Name of the first operand; "" without one."""
+        found = re.match(r"%?([\w.\-]+)", self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def trip_count(self) -> int:
+        """How often this loop runs its body.
+
+        Raises:
+          HloError: XLA does not know.
+        """
+        if found := _TRIPS.search(self.free_text):
+            return int(found[1])
+        raise HloError(
+            f"loop {self.name} holds collectives and has no known trip count: run it a number of times that is known "
+            "when it is compiled (scan, or fori_loop with constants)"
+        )
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A collective where it stands; fields as in `hlo.Collective`."""
+
+    instruction: Instruction
+    trips: int
+    loops: tuple[str, ...]
+    matmuls: int
+
+
+class Module:
+    """The computations of one HLO module, by name.
+
+    Attributes:
+      computations: name -> instructions, in the order of the schedule.
+      entry: the name of the one that the program runs.
+
+    Raises:
+      HloError: the text is not that of a compiled program.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry = ""
+        current = None
+        for line in text.splitlines():
+            if header := _HEADER.match(line):
+                current = self.computations[header[2]] = []
+                self.entry = header[2] if header[1] else self.entry
+            elif line.startswith("}"):
+                current = None
+            elif current is not None and (found := _ASSIGNMENT.match(line)):
+                current.append(parse_instruction(found[1], found[2]))
+        if not text.startswith("HloModule") or not self.entry:
+            raise HloError(f"not the HLO text of a compiled program (compile first): {text[:60]!r}")
+        self._busy: dict[str, bool] = {}
+
+    @property
+    def collective_names(self) -> set[str]:
+        """Names of all collectives, whether the entry reaches them or not."""
+        return {i.name for body in self.computations.values() for i in body if i.kind}
+
+    def busy(self, name: str) -> bool:
+        """Whether a run of computation `name` may meet a collective."""
+        if name not in self._busy:
+            body = self.computations.get(name, [])
+            self._busy[name] = any(i.kind or any(self.busy(c) for c in i.callees) for i in body)
+        return self._busy[name]
+
+    def walk(self, name: str, trips: int = 1, loops: tuple[str, ...] = (), matmuls: int = 0) -> Iterator[Placed]:
+        """Every collective that a run of computation `name` meets.
+
+        Args:
+          trips, loops, matmuls: of the place from which it is called.
+
+        Raises:
+          HloError: what a collective is, or how often it runs, cannot be told.
+        """
+        for position, i in enumerate(self.computations[name]):
+            # What an asynchronous call wraps is not asynchronous itself.
+            under = self.matmuls_under(name, position) if i.opcode.endswith("-start") else matmuls
+            if i.kind:
+                yield Placed(i, trips, loops, under)
+            for callee in filter(self.busy, i.callees):
+                if i.opcode != "while":
+                    yield from self.walk(callee, trips, loops, under)
+                    continue
+                is_condition = re.search(rf"\bcondition=%?{re.escape(callee)}(?![\w.\-])", i.attributes)
+                count = i.trip_count + bool(is_condition)  # A condition is tested once more than the body runs.
+                yield from self.walk(callee, trips * count, (*loops, callee))
+
+    def matmuls_under(self, name: str, start: int) -> int:
+        """Matrix multiplications between what stands at `start` and what waits for it; 0 if that is not found here."""
+        body = self.computations[name]
+        under_way, opcode, count = body[start].name, body[start].opcode.removesuffix("-start"), 0
+        for i in body[start + 1 :]:
+            if i.first_operand == under_way and i.opcode == f"{opcode}-update":
+                under_way = i.name
+            elif i.first_operand == under_way and i.opcode == f"{opcode}-done":
+                return count
+            count += self.multiplies(i)
+        return 0
+
+    def multiplies(self, i: Instruction) -> bool:
+        """Whether an instruction multiplies matrices, itself or in what it calls."""
+        target = _CUSTOM_CALL.search(i.attributes)
+        if i.opcode in ("dot", "convolution") or (target and _MATMUL_CALL.search(target[1])):
+            return True
+        return any(self.multiplies(inner) for callee in i.callees for inner in self.computations.get(callee, []))
+
+
+def parse_instruction(name: str, text: str) -> Instruction:
+    """Splits `SHAPE OPCODE(OPERANDS), ATTRIBUTES`.
+
+    Raises:
+      HloError: it cannot be split so.
+    """
+    end = closing(text) if text.startswith("(") else text.find(" ")
+    shape, rest = text[:end], text[end:].lstrip()
+    opcode, parenthesis, rest = rest.partition("(")
+    if end < 0 or not parenthesis or not re.fullmatch(r"[a-z][\w\-]*", opcode):
+        raise HloError(f"instruction {name}: cannot tell shape and operation apart in {text[:120]!r}")
+    cut = found.start() if (found := _FREE_TEXT.search(rest)) else len(rest)
+    return Instruction(name, shape, opcode, rest[:cut], rest[cut:])
+
+
+def closing(text: str) -> int:
+    """The position after the parenthesis that closes the one `text` starts with; -1 if none does."""
+    depth = 0
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return found.end()
+    return -1
