@@ -8,6 +8,7 @@ import pytest
 
 import jzero
 from jzero import hlo, targets, train
+from jzero.build import make_run
 from jzero.config import load, resolve
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +37,7 @@ def test_it_is_a_run_that_can_start(path):
     config = resolve(load(["--config", str(path)]), 8, platform)
     if config.model.attention == "cudnn":  # which needs its GPU already when it is traced
         config = config.model_copy(update={"model": config.model.model_copy(update={"attention": None})})
-    run = train.make_run(config, jzero.make_mesh(config.mesh))
+    run = make_run(config, jzero.make_mesh(config.mesh))
     assert run.micro_batches * config.micro_batch * run.mesh.shape["node"] * run.mesh.shape["dp"] == config.batch_size
     assert not run.whole or config.zero.persist_below
 
@@ -54,6 +55,6 @@ def test_llama_3_8b_fits_a_node_of_eight():
     pytest.importorskip("nvidia.cudnn", reason="compiling its attention needs cuDNN")
     config = resolve(load(["--config", str(ROOT / "configs/llama-3-8b.yaml")]), 8, "gpu")
     mesh = jzero.make_mesh(config.mesh, targets.gpu_devices("h100", 8))
-    run = train.make_run(config, mesh)
+    run = make_run(config, mesh)
     program = run.lower()["step"].compile(compiler_options=targets.COMPILER_OPTIONS)
     assert 25e9 < hlo.memory(program).peak_bytes < 35e9  # 18 GB of them are 18 bytes for each of 8 billion / 8

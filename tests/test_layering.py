@@ -24,19 +24,14 @@ ROWS = [
     {"run", "hf"},
     {"offload", "checkpoint"},
     {""},
-    {"plan", "deepspeed", "journal"},
+    {"build", "description", "run_dir", "journal"},
+    {"plan", "deepspeed"},
     {"train", "export", "generate"},
 ]
 PACKAGES = {"models", "data"}  # their files import each other, not in circles
 ROW = {name: row for row, names in enumerate(ROWS) for name in names}
-READ_SETTINGS = {
-    "plan",
-    "deepspeed",
-    "journal",
-    "train",
-    "export",
-    "generate",
-}  # everybody else takes explicit arguments
+# Everybody else takes explicit arguments.
+READ_SETTINGS = {"build", "description", "run_dir", "journal", "plan", "deepspeed", "train", "export", "generate"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(), str(path)) for path in FILES}

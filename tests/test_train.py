@@ -15,6 +15,8 @@ import yaml
 
 from jzero import config, train
 from jzero.config import ConfigError, load
+from jzero.journal import Journal, RunError
+from jzero.run_dir import claim, make_run_dir
 from jzero.watch import Trace
 
 ROOT = Path(__file__).parent.parent
@@ -103,7 +105,7 @@ def test_a_directory_that_cannot_be_made_is_refused(capsys, tmp_path, monkeypatc
         capsys, tmp_path, "--batch_size", batch_for_these_devices(), "--run.dir", "file/run"
     )
     with pytest.raises(ConfigError, match=r"run.dir = /proc/self/run: "):  # refuses root as well
-        train.make_run_dir("/proc/self/run")
+        make_run_dir("/proc/self/run")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -122,7 +124,7 @@ def test_a_pattern_that_matches_no_parameter_is_refused(capsys, tmp_path, corpus
 
 def test_directories_without_a_name_are_new_every_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    made = [train.make_run_dir(None) for _ in range(3)]
+    made = [make_run_dir(None) for _ in range(3)]
     assert len({d.resolve() for d in made}) == 3
     assert all(d.parent.name == "runs" and d.is_dir() for d in made)
 
@@ -169,7 +171,7 @@ def good(step):
 
 def fit(run, tmp_path, *argv, evals=()):
     settings = load(["--steps", "20", "--log.every", "5", "--log.eval_every", "100", "--data.seq_len", "4", *argv])
-    with train.Journal(tmp_path / "metrics.jsonl", settings) as journal:
+    with Journal(tmp_path / "metrics.jsonl", settings) as journal:
         train.fit(run, 0, [{}] * settings.steps, evals, settings, journal, Trace(None, tmp_path))
         return journal.summary()
 
@@ -209,7 +211,7 @@ def test_skipped_steps_are_counted_and_what_is_not_finite_is_null(tmp_path):
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
     run = FakeRun(lambda step: good(step) | {"skipped_in_row": max(0, step - 4)})
-    with pytest.raises(train.RunError, match=r"step 7: .* 3 steps in a row \(optim.max_skipped\)"):
+    with pytest.raises(RunError, match=r"step 7: .* 3 steps in a row \(optim.max_skipped\)"):
         fit(run, tmp_path, "--optim.max_skipped", "3")
     assert rows(tmp_path)[-1]["step"] == 7
     dispatched = max(step for event, step in run.events if event == "dispatch")
@@ -397,7 +399,7 @@ def test_a_device_count_in_xla_flags_is_respected(tmp_path):
 
 
 def test_a_directory_belongs_to_the_run_that_was_quicker(tmp_path):
-    train.claim(tmp_path, "seed: 1\n")
+    claim(tmp_path, "seed: 1\n")
     with pytest.raises(ConfigError, match="another run has just started there"):
-        train.claim(tmp_path, "seed: 2\n")
+        claim(tmp_path, "seed: 2\n")
     assert (tmp_path / "config.yaml").read_text() == "seed: 1\n"
