@@ -10,6 +10,7 @@ import yaml
 
 from jzero import config, recipes
 from jzero.config import ConfigError, Model, load, resolve, to_yaml, validate
+from jzero.config.fields import keys_of
 from jzero.models.decoder_config import DecoderConfig
 from jzero.models.presets import PRESETS
 
@@ -345,7 +346,7 @@ def test_help_has_a_line_for_every_key(capsys):
     with pytest.raises(SystemExit, match="0"):
         load(["--help"])
     text = capsys.readouterr().out
-    for key, field in config._leaves(config.Config):
+    for key, field in keys_of(config.Config):
         assert re.search(rf"--{re.escape(key)} VALUE\b", text), key
         assert len(field.description) > 10
         assert " ".join(field.description.split()) in " ".join(text.split()), key

@@ -1,0 +1,33 @@
+"""What a run is: the schema of its settings, and how they are loaded.
+
+Defaults < YAML file (`--config`) < flags (`--SECTION.KEY VALUE`).  The flags are generated from the schema, so a key
+has one name everywhere.  Whatever is wrong is a `ConfigError` of one line, raised before any array is made: it names
+the key, the value and what is allowed.  There are three checks: of one value (`Field` bounds), of values against each
+other (`Config`), and of the whole against the devices (`resolve`).
+"""
+
+from jzero.config.errors import ConfigError
+from jzero.config.files import read_yaml, to_yaml
+from jzero.config.loading import load, validate
+from jzero.config.schema import Config, profile_steps, resolve
+from jzero.config.sections import Comm, Data, Log, MixtureSource, Model, Optim, Precision, Run, Zero
+
+__all__ = [
+    "Comm",
+    "Config",
+    "ConfigError",
+    "Data",
+    "Log",
+    "MixtureSource",
+    "Model",
+    "Optim",
+    "Precision",
+    "Run",
+    "Zero",
+    "load",
+    "profile_steps",
+    "read_yaml",
+    "resolve",
+    "to_yaml",
+    "validate",
+]
