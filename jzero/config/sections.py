@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from jzero import recipes
 from jzero.config.fields import kind_of
-from jzero.models.decoder_config import DecoderConfig
+from jzero.models.attention import Implementation
+from jzero.models.decoder_config import Biases, DecoderConfig, Mlp, Norm, Remat
+from jzero.models.positions import RopeScaling
 from jzero.models.presets import PRESETS, preset_fields
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -52,16 +54,16 @@ class Model(Section):
     kv_heads: Count = Field(4, description="key and value heads; divides heads")
     mlp_width: Count = Field(384, description="hidden size of the MLP")
     head_dim: int | None = Field(None, ge=1, lt=2**31, description="size of one head; none: width / heads")
-    norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm or LayerNorm")
+    norm: Norm = Field("rms", description="RMSNorm or LayerNorm")
     norm_eps: Positive = Field(1e-5, description="added to the mean square in RMSNorm, to the variance in LayerNorm")
     qk_norm: bool = Field(False, description="RMSNorm of each query and key head, before rotation")
-    mlp: Literal["swiglu", "gelu"] = Field("swiglu", description="gated with SiLU, or the tanh form of GELU, not gated")
-    biases: Literal["none", "qkv", "all"] = Field("none", description="linear layers with a bias; all: but the head")
+    mlp: Mlp = Field("swiglu", description="gated with SiLU, or the tanh form of GELU, not gated")
+    biases: Biases = Field("none", description="linear layers with a bias; all: but the head")
     learned_positions: int | None = Field(
         None, ge=1, lt=2**31, description="rows of a table of learned positions; none: rotary positions"
     )
     rope_theta: Positive = Field(10_000.0, description="base of the rotary wavelengths, in positions")
-    rope_scaling: Literal["linear", "llama3"] | None = Field(None, description="how rotary frequencies are stretched")
+    rope_scaling: RopeScaling | None = Field(None, description="how rotary frequencies are stretched")
     rope_factor: Annotated[float, Field(ge=1)] = Field(1.0, description="longer context / the original one")
     rope_low_freq_factor: Positive = Field(1.0, description="llama3: rounds in the original context, stretched in full")
     rope_high_freq_factor: Positive = Field(4.0, description="llama3: rounds in the original context, left as they are")
@@ -71,11 +73,11 @@ class Model(Section):
     )
     tied: bool = Field(False, description="one table for embedding and output")
     dropout: Decay = Field(0.0, description="probability of dropping an activation in training")
-    remat: Literal["none", "full", "dots"] = Field(
+    remat: Remat = Field(
         "none", description="activations recomputed in the backward pass; dots: all but matrix products"
     )
     scan: bool = Field(True, description="layers stacked and scanned; false: a loop over layers")
-    attention: Literal["xla", "cudnn"] | None = Field(None, description="implementation; none: JAX chooses")
+    attention: Implementation | None = Field(None, description="implementation; none: JAX chooses")
 
     @pydantic.model_validator(mode="before")
     @classmethod

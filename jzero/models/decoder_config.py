@@ -1,7 +1,7 @@
 """Sizes, variants and numerics of the decoder, and which of them fit each other."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from jzero.models.attention import Implementation
 from jzero.models.positions import RopeScaling
@@ -94,16 +94,17 @@ class DecoderConfig:
         return self.head_dim or self.width // self.heads
 
 
-# The words a field may hold.  The schema of settings has them once more, as types.
+_DTYPES = ("float32", "bfloat16")
+# The words a field may hold.
 _WORDS: dict[str, tuple[object, ...]] = {
-    "norm": ("rms", "layer"),
-    "mlp": ("swiglu", "gelu"),
-    "biases": ("none", "qkv", "all"),
-    "rope_scaling": (None, "linear", "llama3"),
-    "remat": ("none", "full", "dots"),
-    "dtype": ("float32", "bfloat16"),
-    "param_dtype": ("float32", "bfloat16"),
-    "attention": (None, "xla", "cudnn"),
+    "norm": get_args(Norm),
+    "mlp": get_args(Mlp),
+    "biases": get_args(Biases),
+    "rope_scaling": (None, *get_args(RopeScaling)),
+    "remat": get_args(Remat),
+    "dtype": _DTYPES,
+    "param_dtype": _DTYPES,
+    "attention": (None, *get_args(Implementation)),
 }
 _POSITIVE = ("width", "layers", "heads", "kv_heads", "mlp_width", "vocab", "norm_eps", "rope_theta")
 _POSITIVE_OR_NONE = ("head_dim", "learned_positions", "window")
