@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero.mesh import AXES, DP, NODE, TP
 from jzero.models.attention import causal_attention
-from jzero.models.decoder import Decoder, DecoderConfig, layer_dims, next_token_loss
+from jzero.models.decoder import Decoder, DecoderConfig, next_token_loss
 from jzero.models.positions import Rope, rotary_angles, rotate
 
 SMALL = DecoderConfig(vocab=61, width=32, layers=2, heads=4, kv_heads=2, mlp_width=48, tied=True)
@@ -49,7 +49,8 @@ def _loss_and_grads(model: Decoder, batch: dict[str, jax.Array]) -> tuple[jax.Ar
     for path, leaf in nnx.to_flat_state(grads):
         value = leaf.get_value()
         per_layer = {("layers", i, *path[1:]): value[i] for i in range(SMALL.layers)}
-        leaves |= per_layer if layer_dims(path) else {path: value}
+        is_stacked = path[0] == "layers" and not isinstance(path[1], int)
+        leaves |= per_layer if is_stacked else {path: value}
     return loss, leaves
 
 
@@ -437,12 +438,3 @@ def test_attention_implementation_reaches_jax(monkeypatch: pytest.MonkeyPatch) -
     for name in (None, "xla", "cudnn"):
         _decoder(_config(layers=1, attention=name, dtype="bfloat16"))(_tokens())
     assert list(dict.fromkeys(seen)) == [None, "xla", "cudnn"]
-
-
-def test_layer_dims_are_those_of_the_stack_alone() -> None:
-    model = _decoder(SMALL)
-    for path, leaf in _flat(model).items():
-        assert layer_dims(path) == (1 if path[0] == "layers" else 0)
-        if layer_dims(path):
-            assert leaf.shape[0] == SMALL.layers
-    assert not any(layer_dims(path) for path in _flat(_decoder(_config(scan=False))))

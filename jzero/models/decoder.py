@@ -33,7 +33,6 @@ from jzero.models.positions import Rope, rotary_angles
 from jzero.stack import scan_layers
 from jzero.use import remat_policy
 
-_STACK = "layers"  # name of the attribute that holds the layers
 _UNSTACKED = {nnx.PARTITION_NAME: None}  # the layer dim is never a sharded one
 
 
@@ -152,15 +151,6 @@ def _make_layers(config: DecoderConfig, rngs: nnx.Rngs) -> Any:
     if config.scan:
         return nnx.vmap(make, transform_metadata=_UNSTACKED)(keys)
     return nnx.List([make({stream: key[i] for stream, key in keys.items()}) for i in range(config.layers)])
-
-
-def layer_dims(path: tuple[Any, ...]) -> int:
-    """Number of leading layer dims of the Decoder's leaf at `path`: 1 in a stack of layers, else 0.
-
-    Args:
-        path: as `nnx.to_flat_state` gives it; a layer of a list has its position, an int, as second element.
-    """
-    return int(len(path) > 1 and path[0] == _STACK and not isinstance(path[1], int))
 
 
 def next_token_loss(model: Decoder, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
