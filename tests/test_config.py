@@ -130,7 +130,6 @@ def test_numbers_with_an_exponent_and_the_word_none_mean_the_same_in_a_file(tmp_
         (["--optim.plateau_window", "0"], ["optim.plateau_window = 0", ">= 1"]),
         (["--optim.plateau_window", "5"], ["optim.plateau_window = 5 needs optim.plateau_patience"]),
         (["--model.scan", "1"], ["model.scan = 1", "true or false"]),
-        (["--model.vocab", "100"], ["model.vocab = 100", "at least 256"]),
         (["--model.vocab", "0"], ["model.vocab = 0", ">= 1"]),
         (["--model.preset", "gpt-2"], ["model.preset = gpt-2", "did you mean gpt2?"]),
         (["--model.preset", "zzz"], ["model.preset = zzz", "tiny, gpt2,", "qwen3-8b"]),

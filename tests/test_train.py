@@ -84,6 +84,7 @@ def test_data_that_do_not_fit_the_settings_end_with_status_2(capsys, tmp_path, m
     (tmp_path / "lines.jsonl").write_text('{"text": "' + "x" * 500 + '"}\n{"text: 1}\n')
     assert "lines.jsonl, line 2: not JSON" in refused(capsys, tmp_path, *batch, "--data.path", "lines.jsonl")
     assert "not a tokenizer.json" in refused(capsys, tmp_path, *batch, "--data.tokenizer", "lines.jsonl")
+    assert "set model.vocab to at least 256" in refused(capsys, tmp_path, *batch, "--model.vocab", "100")
     mixture = ["--data.mixture", "none=0.5,ids.bin=0.4"]
     assert "sum to 0.9" in refused(capsys, tmp_path, *batch, *mixture)
     mixture = ["--data.mixture", "none=0.5,gone.bin=0.5"]

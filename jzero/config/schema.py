@@ -11,7 +11,6 @@ from jzero import mesh, recipes
 from jzero.config.errors import ConfigError
 from jzero.config.sections import Comm, Count, Data, Log, Model, Optim, Precision, Run, Section, Zero
 
-BYTES = 256
 _MIXTURE_TOLERANCE = 1e-6  # thirds are written with a few digits
 
 
@@ -43,8 +42,6 @@ class Config(Section):
             raise ValueError(
                 f"data.seq_len = {self.data.seq_len} is more than model.learned_positions = {model.learned_positions}"
             )
-        if model.vocab < BYTES:
-            raise ValueError(f"model.vocab = {model.vocab}: the data are bytes, so at least {BYTES}")
         _check_tensor_parallel(model, sizes.get(mesh.TP, 1))
         _check_optimizer(self.optim)
         if self.optim.warmup_steps is not None and self.optim.warmup_steps > self.steps:
