@@ -6,12 +6,14 @@ state, metrics = run.step(state, batch)
 """
 
 from jzero import hlo, targets
+from jzero.assemble import setup
 from jzero.chains import make_optimizer
 from jzero.comm import Comm
 from jzero.mesh import make_mesh, process_rows
 from jzero.optim import averaged
+from jzero.precision import Precision
 from jzero.reads import UnsupportedModelError
-from jzero.run import Precision, Run, Specs, setup
+from jzero.run import Run, Specs
 from jzero.schedules import make_schedule
 from jzero.stack import scan_layers
 from jzero.step import TrainState

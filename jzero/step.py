@@ -1,7 +1,8 @@
 """One training step for any model and any optimizer, at any stage.
 
 The step never asks which stage it runs.  It is in two parts: gradients in a region that is manual over the
-data-parallel axes (`gradients.py`), and the optimizer outside of it, on global arrays.  `run.py` makes the arguments.
+data-parallel axes (`gradients.py`), and the optimizer outside of it, on global arrays.  `assemble.py` makes the
+arguments.
 """
 
 import functools

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "jzero"
 
 # A file imports only from strictly lower rows; "" is the package itself, which gathers the public names.
 ROWS = [
-    {"mesh", "targets", "replica_groups", "hlo_text", "compile_cache", "recipes", "comm"},
+    {"mesh", "targets", "replica_groups", "hlo_text", "compile_cache", "recipes", "comm", "precision"},
     {"collectives", "hlo", "reads", "watch"},
     {"zero"},
     {"use"},
@@ -20,8 +20,9 @@ ROWS = [
     {"lora", "template", "optim", "schedules", "data", "models"},
     {"probe", "config", "chains"},
     {"gradients"},
-    {"step"},
+    {"step", "look"},
     {"run", "hf"},
+    {"assemble"},
     {"offload", "checkpoint"},
     {""},
     {"build", "description", "run_dir", "journal"},
