@@ -18,6 +18,8 @@ from tensorboardX.proto.event_pb2 import Event
 
 from jzero import compile_cache, targets, train, watch
 from jzero.compile_cache import CacheError
+from jzero.config import load
+from jzero.journal import Journal
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--model.width", "16", "--model.layers", "2", "--model.heads", "2", "--model.kv_heads", "2"]
@@ -65,9 +67,9 @@ def test_memory_that_nobody_counts_has_no_figure(monkeypatch):
 
 
 def test_a_run_on_known_devices_logs_utilization_and_memory(tmp_path, monkeypatch):
-    settings = train.load(["--steps", "3", "--log.tensorboard", "false"])
+    settings = load(["--steps", "3", "--log.tensorboard", "false"])
     monkeypatch.setattr("jzero.journal.device_memory", lambda: {"memory_bytes": 5})
-    with train.Journal(tmp_path / "metrics.jsonl", settings, lambda rate: {"mfu": rate / 1e9}) as journal:
+    with Journal(tmp_path / "metrics.jsonl", settings, lambda rate: {"mfu": rate / 1e9}) as journal:
         journal.trained([(1, {"loss": 1.0, "skipped_in_row": 0})])
     (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert line["mfu"] == pytest.approx(line["tokens_per_s"] / 1e9)
