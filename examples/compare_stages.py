@@ -86,7 +86,7 @@ def look(args: argparse.Namespace, stage: int) -> Stage:
 
 def train(stages: list[Stage], args: argparse.Namespace) -> None:
     """The same batches through every stage, in turns, so that a busy machine is busy for all of them."""
-    windows, _ = data.split(data.open_corpus(data.Source(), vocab=256).tokens, SEQ_LEN, 0.0)
+    windows, _ = data.split_windows(data.open_corpus(data.Source(), vocab=256).tokens, SEQ_LEN, 0.0)
     states = [stage.run.init() for stage in stages]
     for batch in data.batches(windows, args.batch_size, seed=0, stop=args.steps):
         for i, stage in enumerate(stages):

@@ -100,7 +100,7 @@ def test_batches_are_read_ahead_off_the_main_thread():
 
 @pytest.mark.parametrize(("size", "fraction"), [(100_003, 0.05), (5_000, 0.2), (997, 0.5), (9_999, 0.0)])
 def test_no_byte_is_both_trained_on_and_held_out(size, fraction):
-    train, held_out = data.split(np.zeros(size, np.uint8), 16, fraction)
+    train, held_out = data.split_windows(np.zeros(size, np.uint8), 16, fraction)
 
     def covered(windows):
         return np.concatenate([np.arange(s, s + 17) for s in windows.starts] or [np.zeros(0, int)])
@@ -115,7 +115,7 @@ def test_no_byte_is_both_trained_on_and_held_out(size, fraction):
 
 def test_windows_hold_the_bytes_of_the_corpus():
     corpus = np.random.default_rng(0).integers(0, 256, 5_000).astype(np.uint8)
-    train, _ = data.split(corpus, 32, 0.1)
+    train, _ = data.split_windows(corpus, 32, 0.1)
     for index in (0, 1, len(train) - 1):
         start = train.starts[index]
         np.testing.assert_array_equal(train[index]["tokens"], corpus[start : start + 33])
@@ -173,15 +173,15 @@ def test_missing_and_empty_data_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize("size", [1, 127, 128])
 def test_fewer_tokens_than_one_sequence_are_refused_with_the_counts(size):
     with pytest.raises(DataError, match=rf"^{size} tokens are fewer than .* = 129$"):
-        data.split(np.zeros(size, np.uint8), 128, 0.05)
+        data.split_windows(np.zeros(size, np.uint8), 128, 0.05)
 
 
 def test_a_part_without_a_sequence_is_refused():
     with pytest.raises(DataError, match=r"held-out part of 200 tokens"):
-        data.split(np.zeros(200, np.uint8), 128, 0.05)
+        data.split_windows(np.zeros(200, np.uint8), 128, 0.05)
     with pytest.raises(DataError, match=r"training part of 200 tokens"):
-        data.split(np.zeros(200, np.uint8), 128, 0.9)
-    train, held_out = data.split(np.zeros(129, np.uint8), 128, 0.0)
+        data.split_windows(np.zeros(200, np.uint8), 128, 0.9)
+    train, held_out = data.split_windows(np.zeros(129, np.uint8), 128, 0.0)
     assert (len(train), len(held_out)) == (1, 0)
     assert len(tokens(data.batches(train, 4, seed=0, stop=3))) == 3
 

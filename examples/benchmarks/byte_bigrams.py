@@ -14,7 +14,7 @@ from jzero.config import load
 def main() -> None:
     settings = load([]).data
     corpus = data.open_corpus(data.Source(), vocab=256)
-    windows, held_out = data.split(corpus.tokens, settings.seq_len, settings.eval_fraction)
+    windows, held_out = data.split_windows(corpus.tokens, settings.seq_len, settings.eval_fraction)
     counts = np.ones((256, 256))
     for i in range(len(windows)):
         window = windows[i]["tokens"]

@@ -27,7 +27,7 @@ from jzero.data.files import files_of, standard_library
 from jzero.data.order import Batch, EvalBatches, Mixture, batches, shapes
 from jzero.data.packing import Packed, split_documents
 from jzero.data.parts import Part, all_held_out, all_training, describe, open_parts, split_corpus
-from jzero.data.windows import Windows, split
+from jzero.data.windows import Windows, split_windows
 
 __all__ = [
     "Batch",
@@ -48,8 +48,8 @@ __all__ = [
     "open_corpus",
     "open_parts",
     "shapes",
-    "split",
     "split_corpus",
     "split_documents",
+    "split_windows",
     "standard_library",
 ]

@@ -10,7 +10,7 @@ from jzero.data.corpus import Corpus, Source, open_corpus
 from jzero.data.errors import ChangedError, DataError
 from jzero.data.order import EvalBatches, Mixture, Samples
 from jzero.data.packing import Packed, split_documents
-from jzero.data.windows import Windows, split
+from jzero.data.windows import Windows, split_windows
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def split_corpus(
     """
     try:
         if packing == "none":
-            return Part(corpus, *split(corpus.tokens, seq_len, eval_fraction))
+            return Part(corpus, *split_windows(corpus.tokens, seq_len, eval_fraction))
         if corpus.documents is None:
             raise DataError("nothing says where its documents begin")
         return Part(corpus, *split_documents(corpus.tokens, corpus.documents, seq_len, eval_fraction))

@@ -33,7 +33,7 @@ class Windows:
         return {"tokens": self.tokens[start : start + self.seq_len + 1].astype(np.int32, copy=False)}
 
 
-def split(tokens: TokenArray, seq_len: int, eval_fraction: float) -> tuple[Windows, Windows]:
+def split_windows(tokens: TokenArray, seq_len: int, eval_fraction: float) -> tuple[Windows, Windows]:
     """(training, held-out) windows of a corpus; they share no token.
 
     The stream is cut into equal spans, at most 64; the last `eval_fraction` of each is held out, so evaluation sees
