@@ -18,10 +18,10 @@ import numpy as np
 import platformdirs
 from tqdm import tqdm
 
-from jzero.data.errors import DataError
+from jzero.data.errors import DataError, unreadable
 from jzero.data.text import Piece
 from jzero.data.tokenizer import Encoding
-from jzero.data.tokens import TokenFile, dtype_for
+from jzero.data.tokens import TokenFile, dtype_for, identity_of
 
 VERSION = 1  # of the way from text to tokens; another one makes other names
 TOKENS, DOCUMENTS = "tokens.bin", "documents.bin"
@@ -49,13 +49,13 @@ def tokenized(
     Raises:
         DataError: what `pieces` raises; a file that changed meanwhile; a damaged directory.
     """
-    before = [_identity(f) for f in files]
+    before = [identity_of(f) for f in files]
     key = json.dumps([VERSION, list(how), encoding.digest, encoding.eos, [_digest(f) for f in files]])
     home = directory() / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     dtype = dtype_for(encoding.size)
     if not home.exists():
         _make(home, pieces, encoding, dtype, sum(size for size, _ in before))
-        changed = next((f for f, was in zip(files, before, strict=True) if _identity(f) != was), None)
+        changed = next((f for f, was in zip(files, before, strict=True) if identity_of(f) != was), None)
         if changed is not None:
             shutil.rmtree(home)
             raise DataError(f"{changed}: changed while it was tokenized; start again when nothing writes to it")
@@ -128,17 +128,9 @@ def _write(file: BinaryIO, batches: Iterable[list[Piece]], encoding: Encoding, d
     return np.array([*begins, count], np.int64)
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise DataError(f"{path}: {str(error.strerror).lower()}") from None
-    return stat.st_size, stat.st_mtime_ns
-
-
 def _digest(path: Path) -> str:
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     except OSError as error:
-        raise DataError(f"{path}: {str(error.strerror).lower()}") from None
+        raise unreadable(path, error) from None

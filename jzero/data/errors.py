@@ -7,3 +7,8 @@ class DataError(ValueError):
 
 class ChangedError(OSError):
     """A file that is no longer what it was when the run began; the message names it."""
+
+
+def unreadable(what: object, error: OSError) -> DataError:
+    """`error` as one line about `what`, a path or the setting that names it."""
+    return DataError(f"{what}: {str(error.strerror).lower()}")

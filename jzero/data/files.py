@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from jzero.data.errors import DataError
+from jzero.data.errors import DataError, unreadable
 
 Format = Literal["text", "jsonl", "tokens"]
 
@@ -37,7 +37,7 @@ def files_of(path: str | None, glob: str = "**/*", key: str = "data.path") -> li
         try:
             root.stat()
         except OSError as error:
-            raise DataError(f"{where}: {str(error.strerror).lower()}") from None
+            raise unreadable(where, error) from None
         files = _files(root, glob) if root.is_dir() else [root]
     if not files:
         raise DataError(f"{where}: no file matches {glob if path else '*.py'}")

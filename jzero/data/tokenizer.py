@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from jzero.data.errors import DataError
+from jzero.data.errors import DataError, unreadable
 
 BYTES = 256
 SEPARATOR = 0  # between two documents of bytes: a byte that text does not use
@@ -87,7 +87,7 @@ def _tokenizer(path: str, eos: str | int | None, vocab: int) -> Encoding:
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
-        raise DataError(f"data.tokenizer = {path}: {str(error.strerror).lower()}") from None
+        raise unreadable(f"data.tokenizer = {path}", error) from None
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(raw)
     except Exception as error:  # noqa: BLE001 (the library raises nothing more special)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jzero.data.errors import ChangedError, DataError
+from jzero.data.errors import ChangedError, DataError, unreadable
 
 KEPT_OPEN = 64  # files of one corpus that stay open; with more of them each read opens its file
 CHUNK = 1 << 22  # tokens looked at together
@@ -46,10 +46,7 @@ class TokenFile:
         self.path = path
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._keep_open, self._fd, self._lock = keep_open, None, threading.Lock()
-        try:
-            self._born = _identity(path.stat())
-        except OSError as error:
-            raise DataError(f"{path}: {str(error.strerror).lower()}") from None
+        self._born = identity_of(path)
         size = self._born[0]
         if size % self.dtype.itemsize:
             raise DataError(f"{path}: {size:,} bytes are no whole number of {dtype} tokens; see data.dtype")
@@ -100,6 +97,18 @@ class TokenFile:
         before = self._born[0]
         how = f"had {before:,} bytes and now has {size:,}" if size != before else "was written to"
         return ChangedError(f"{self.path}: changed while it was read: it {how}; the run cannot go on with other data")
+
+
+def identity_of(path: Path) -> tuple[int, int]:
+    """Size and time of change of a file: another one, another content.
+
+    Raises:
+        DataError: there is no such file.
+    """
+    try:
+        return _identity(path.stat())
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int]:
