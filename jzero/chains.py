@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from jzero.recipes import ENDS, RECIPES, Setting
+from jzero.recipes import EMBEDDING_AND_HEAD, RECIPES, Setting, settings_of
 from jzero.schedules import by_learning_rate
 from jzero.zero import path_name
 
@@ -47,10 +47,10 @@ def make_optimizer(
     """
     if name not in RECIPES:
         raise ValueError(f"optimizer {name!r} is not one of {', '.join(RECIPES)}")
-    filled: dict[str, Any] = RECIPES[name].filled(name, settings)
-    weight_decay = filled.pop("weight_decay")
+    taken: dict[str, Any] = settings_of(name, settings)
+    weight_decay = taken.pop("weight_decay")
     return optax.chain(
-        _DIRECTIONS[name](per_layer, **filled),
+        _DIRECTIONS[name](per_layer, **taken),
         optax.add_decayed_weights(weight_decay, matrices if per_layer is None else matrices(per_layer)),
         by_learning_rate(schedule, plateau),
     )
@@ -65,7 +65,7 @@ def matrices(per_layer: Any) -> Any:
     return jax.tree.map(lambda x: x.ndim >= 2, per_layer)
 
 
-def hidden_matrices(per_layer: Any, adamw_leaves: Sequence[str] = ENDS) -> Any:
+def hidden_matrices(per_layer: Any, adamw_leaves: Sequence[str] = EMBEDDING_AND_HEAD) -> Any:
     """Which parameters Muon orthogonalises: matrices of rank 2 whose path matches no pattern; a tree of bool.
 
     Args:
@@ -76,12 +76,14 @@ def hidden_matrices(per_layer: Any, adamw_leaves: Sequence[str] = ENDS) -> Any:
         ValueError: a pattern, other than the default ones, matches no parameter.
     """
     names = jax.tree_util.tree_map_with_path(lambda path, _: path_name(k.key for k in path), per_layer)
+    left = set[str]()
     for pattern in adamw_leaves:
-        if pattern not in ENDS and not fnmatch.filter(jax.tree.leaves(names), pattern):
+        found = [name for name in jax.tree.leaves(names) if fnmatch.fnmatchcase(name, pattern)]
+        if not found and pattern not in EMBEDDING_AND_HEAD:
             some = ", ".join(jax.tree.leaves(names)[:8])
             raise ValueError(f"adamw_leaves: no parameter matches {pattern!r}; there are {some} …")
-    left = lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in adamw_leaves)  # noqa: E731
-    return jax.tree.map(lambda x, name: x.ndim == 2 and not left(name), per_layer, names)
+        left.update(found)
+    return jax.tree.map(lambda x, name: x.ndim == 2 and name not in left, per_layer, names)
 
 
 def in_each_layer(tx: optax.GradientTransformation, per_layer: Any) -> optax.GradientTransformation:

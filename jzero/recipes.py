@@ -27,24 +27,9 @@ class Recipe:
     lr: float
     settings: Mapping[str, Setting] = field(default_factory=dict)
 
-    def filled(self, name: str, given: Mapping[str, Setting | None]) -> dict[str, Setting]:
-        """All settings: those that are given, the defaults for the rest.  A value of None is not given.
-
-        Args:
-            name: of this recipe, for the message.
-
-        Raises:
-            ValueError: a setting is given that the optimizer does not take.
-        """
-        given = {key: value for key, value in given.items() if value is not None}
-        for key, value in given.items():
-            if key not in self.settings:
-                raise ValueError(f"{key} = {value}: {name} has none; it takes {', '.join(self.settings)}")
-        return {**self.settings, **given}
-
 
 # Muon is for hidden matrices: a table that is looked up and the head have a geometry of their own.
-ENDS = ("*embed*", "*head*")
+EMBEDDING_AND_HEAD = ("*embed*", "*head*")
 
 RECIPES: dict[OptimizerName, Recipe] = {
     "adamw": Recipe(
@@ -77,13 +62,26 @@ RECIPES: dict[OptimizerName, Recipe] = {
             "b1": 0.9,
             "b2": 0.95,
             "eps": 1e-8,
-            "adamw_leaves": ENDS,
+            "adamw_leaves": EMBEDDING_AND_HEAD,
         },
     ),
 }
 
-
 KEYS = tuple(dict.fromkeys(key for recipe in RECIPES.values() for key in recipe.settings))
+
+
+def settings_of(name: OptimizerName, given: Mapping[str, Setting | None]) -> dict[str, Setting]:
+    """All settings of an optimizer: those that are given, its defaults for the rest.  A value of None is not given.
+
+    Raises:
+        ValueError: a setting is given that the optimizer does not take.
+    """
+    defaults = RECIPES[name].settings
+    given = {key: value for key, value in given.items() if value is not None}
+    for key, value in given.items():
+        if key not in defaults:
+            raise ValueError(f"{key} = {value}: {name} has none; it takes {', '.join(defaults)}")
+    return {**defaults, **given}
 
 
 def rates() -> str:

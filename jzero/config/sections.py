@@ -187,7 +187,7 @@ class Optim(Section):
             ValueError: a key is given that it does not take.
         """
         given = {key: getattr(self, key) for key in recipes.KEYS}
-        return recipes.RECIPES[self.name].filled(self.name, given)
+        return recipes.settings_of(self.name, given)
 
 
 class Precision(Section):
