@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from tiny_run import TINY, batch_for_these_devices
 
 from jzero import config, train
 from jzero.config import ConfigError, load
@@ -20,8 +21,6 @@ from jzero.run_dir import claim, make_run_dir
 from jzero.watch import Trace
 
 ROOT = Path(__file__).parent.parent
-TINY = ["--model.width", "16", "--model.layers", "2", "--model.heads", "2", "--model.kv_heads", "2"]
-TINY += ["--model.mlp_width", "32", "--data.seq_len", "16", "--data.eval_batches", "2"]
 CUDA_NOISE = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 
 
@@ -30,10 +29,6 @@ def corpus(tmp_path):
     path = tmp_path / "corpus.txt"
     path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
     return path
-
-
-def batch_for_these_devices():
-    return str(2 * jax.device_count())
 
 
 def rows(run_dir):

@@ -15,6 +15,7 @@ import jax
 import pytest
 from jax.profiler import ProfileData
 from tensorboardX.proto.event_pb2 import Event
+from tiny_run import TINY, batch_for_these_devices
 
 from jzero import compile_cache, targets, train, watch
 from jzero.compile_cache import CacheError
@@ -22,8 +23,6 @@ from jzero.config import load
 from jzero.journal import Journal
 
 ROOT = Path(__file__).parent.parent
-TINY = ["--model.width", "16", "--model.layers", "2", "--model.heads", "2", "--model.kv_heads", "2"]
-TINY += ["--model.mlp_width", "32", "--data.seq_len", "16", "--data.eval_batches", "2"]
 
 
 def devices(monkeypatch, *kinds, memory=()):
@@ -98,7 +97,7 @@ def watched_run(tmp_path_factory):
     path = tmp_path_factory.mktemp("watched")
     (path / "corpus.txt").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
     argv = [*TINY, "--data.path", str(path / "corpus.txt"), "--run.dir", str(path / "run"), "--steps", "8"]
-    argv += ["--batch_size", str(2 * jax.device_count()), "--log.every", "2", "--log.profile", "4-6"]
+    argv += ["--batch_size", batch_for_these_devices(), "--log.every", "2", "--log.profile", "4-6"]
     assert train.main(argv) == 0
     return path / "run"
 
@@ -141,7 +140,7 @@ def start(tmp_path, name, *argv):
         "JAX_ENABLE_COMPILATION_CACHE": "true",
         "XDG_CACHE_HOME": str(tmp_path),
     }
-    words = [*TINY, "--steps", "3", "--batch_size", str(2 * jax.device_count()), "--run.dir", str(tmp_path / name)]
+    words = [*TINY, "--steps", "3", "--batch_size", batch_for_these_devices(), "--run.dir", str(tmp_path / name)]
     words = [sys.executable, "-c", COUNT, *words, "--data.path", str(ROOT / "README.md"), *argv]
     return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -196,7 +195,7 @@ def test_a_cache_that_cannot_be_is_refused_by_name(cache_on, tmp_path, monkeypat
 def test_a_bad_cache_ends_with_status_2_before_anything_is_written(cache_on, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    batch = ["--batch_size", str(2 * jax.device_count())]
+    batch = ["--batch_size", batch_for_these_devices()]
     assert train.main([*TINY, *batch, "--run.cache_dir", "file"]) == 2
     assert capsys.readouterr().err.startswith("error: run.cache_dir = file: ")
     assert [f.name for f in tmp_path.iterdir()] == ["file"]
