@@ -35,18 +35,18 @@ class Collective:
     """One collective of a program, once per dtype of its operands (XLA combines tensors into one operation).
 
     Attributes:
-      name: the HLO instruction's name.
-      kind: one of `KINDS`.
-      axes: the mesh axes along which members of one group differ, in mesh order; never empty.
-      group_size: devices that take part together; for a permute, the product of the sizes of `axes`.
-      dtype: HLO's name, "f32", "bf16", "s8"; what is on the wire, which may be wider than the source asked for.
-      message_bytes: the full tensor of one execution on one device: output of a gather, input of a reduce-scatter,
-        tensor of an all-reduce, all-to-all or permute; all operands of this dtype together.
-      trips: executions in one run of the program: the product of the trip counts of the enclosing loops.
-      loops: names of the enclosing while bodies, outermost first; () at top level.
-      op_name: the path in the traced function, as in "jit(step)/while/body/all_gather"; "" where XLA kept none.
-      matmuls: matrix multiplications that the schedule puts between its start and its done, in one execution: what it
-        can hide under. 0 where it is not asynchronous.
+        name: the HLO instruction's name.
+        kind: one of `KINDS`.
+        axes: the mesh axes along which members of one group differ, in mesh order; never empty.
+        group_size: devices that take part together; for a permute, the product of the sizes of `axes`.
+        dtype: HLO's name, "f32", "bf16", "s8"; what is on the wire, which may be wider than the source asked for.
+        message_bytes: the full tensor of one execution on one device: output of a gather, input of a reduce-scatter,
+            tensor of an all-reduce, all-to-all or permute; all operands of this dtype together.
+        trips: executions in one run of the program: the product of the trip counts of the enclosing loops.
+        loops: names of the enclosing while bodies, outermost first; () at top level.
+        op_name: the path in the traced function, as in "jit(step)/while/body/all_gather"; "" where XLA kept none.
+        matmuls: matrix multiplications that the schedule puts between its start and its done, in one execution: what it
+            can hide under. 0 where it is not asynchronous.
     """
 
     name: str
@@ -79,9 +79,9 @@ class Memory:
     """Bytes one device needs to run a program.
 
     Attributes:
-      argument_bytes, output_bytes: arrays that come in and go out; alias_bytes of them are the same memory (donated).
-      temp_bytes: everything else that is allocated while it runs.
-      peak_bytes: the most a device holds at once, arguments, outputs and temporaries together.
+        argument_bytes, output_bytes: arrays that come in and go out; alias_bytes of them are the same memory (donated).
+        temp_bytes: everything else that is allocated while it runs.
+        peak_bytes: the most a device holds at once, arguments, outputs and temporaries together.
     """
 
     argument_bytes: int
@@ -98,13 +98,13 @@ def collectives(program: "jax.stages.Compiled | str", mesh: Mesh) -> list[Collec
     Groups of a single device send nothing and are left out.
 
     Args:
-      program: a compiled function, or the HLO text of one.
-      mesh: the mesh it was compiled for; its devices are numbered in flattened order.
+        program: a compiled function, or the HLO text of one.
+        mesh: the mesh it was compiled for; its devices are numbered in flattened order.
 
     Raises:
-      HloError: something in the program cannot be counted exactly: an unknown kind of collective or spelling of replica
-        groups, a loop round a collective whose trip count XLA does not know, a mesh that is not the program's. The
-        message names the instruction. Nothing is left out in silence.
+        HloError: something in the program cannot be counted exactly: an unknown kind of collective or spelling of
+            replica groups, a loop round a collective whose trip count XLA does not know, a mesh that is not the
+            program's. The message names the instruction. Nothing is left out in silence.
     """
     if not isinstance(program, str):
         _check_mesh(program, mesh)
@@ -120,7 +120,7 @@ def traffic(found: Iterable[Collective], by: tuple[str, ...] = ("kind", "axes", 
     """`total_bytes` (messages, not wire) summed over collectives that agree in the fields `by`, as {values: bytes}.
 
     Raises:
-      ValueError: `by` names something that is not a field of `Collective`.
+        ValueError: `by` names something that is not a field of `Collective`.
     """
     known = [f.name for f in fields(Collective)]
     if unknown := [name for name in by if name not in known]:
@@ -136,7 +136,7 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
     """What the compiler allocates on one device for one run of `compiled`.
 
     Raises:
-      HloError: the backend gives no account of its memory.
+        HloError: the backend gives no account of its memory.
     """
     stats = compiled.memory_analysis()
     if stats is None:

@@ -33,9 +33,9 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-      name, shape, opcode: as printed.
-      attributes: operands and structural attributes.
-      free_text: metadata and backend_config.
+        name, shape, opcode: as printed.
+        attributes: operands and structural attributes.
+        free_text: metadata and backend_config.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Instruction:
         """The kind where this starts a collective. The done half of a pair is no collective of its own.
 
         Raises:
-          HloError: a collective that is none of `KINDS`.
+            HloError: a collective that is none of `KINDS`.
         """
         if self.opcode.endswith(("-done", "-update")):
             return None
@@ -78,7 +78,7 @@ class Instruction:
         """How often this loop runs its body.
 
         Raises:
-          HloError: XLA does not know.
+            HloError: XLA does not know.
         """
         if found := _TRIPS.search(self.free_text):
             return int(found[1])
@@ -102,11 +102,11 @@ class Module:
     """The computations of one HLO module, by name.
 
     Attributes:
-      computations: name -> instructions, in the order of the schedule.
-      entry: the name of the one that the program runs.
+        computations: name -> instructions, in the order of the schedule.
+        entry: the name of the one that the program runs.
 
     Raises:
-      HloError: the text is not that of a compiled program.
+        HloError: the text is not that of a compiled program.
     """
 
     def __init__(self, text: str) -> None:
@@ -141,10 +141,10 @@ class Module:
         """Every collective that a run of computation `name` meets.
 
         Args:
-          trips, loops, matmuls: of the place from which it is called.
+            trips, loops, matmuls: of the place from which it is called.
 
         Raises:
-          HloError: what a collective is, or how often it runs, cannot be told.
+            HloError: what a collective is, or how often it runs, cannot be told.
         """
         for position, i in enumerate(self.computations[name]):
             # What an asynchronous call wraps is not asynchronous itself.
@@ -183,7 +183,7 @@ def parse_instruction(name: str, text: str) -> Instruction:
     """Splits `SHAPE OPCODE(OPERANDS), ATTRIBUTES`.
 
     Raises:
-      HloError: it cannot be split so.
+        HloError: it cannot be split so.
     """
     end = closing(text) if text.startswith("(") else text.find(" ")
     shape, rest = text[:end], text[end:].lstrip()

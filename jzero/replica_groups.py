@@ -20,11 +20,11 @@ def replica_groups(attributes: str, devices: int) -> np.ndarray:
     """Members of each group as int[groups, group size], from an instruction's attributes; each device is in one group.
 
     Args:
-      attributes: ``"channel_id=1, replica_groups=[4,2]<=[8], dimensions={0}"``; without any it is one group of all.
-      devices: of the whole program.
+        attributes: ``"channel_id=1, replica_groups=[4,2]<=[8], dimensions={0}"``; without any it is one group of all.
+        devices: of the whole program.
 
     Raises:
-      ValueError: a spelling that is not known, or groups that do not part the devices.
+        ValueError: a spelling that is not known, or groups that do not part the devices.
     """
     spelled = attributes.partition("replica_groups=")[2] or "{}"
     try:
@@ -43,7 +43,7 @@ def source_target_pairs(attributes: str, devices: int) -> np.ndarray:
     """Who sends to whom in a permute, as int[pairs, 2] of (from, to).
 
     Raises:
-      ValueError: no pairs that can be read, or a device beyond `devices`.
+        ValueError: no pairs that can be read, or a device beyond `devices`.
     """
     found = _PAIRS.search(attributes)
     if not found:

@@ -46,16 +46,16 @@ class Gpu:
     """What the compiler and a time estimate need to know of one GPU.
 
     Attributes:
-      name: the device's own name for itself.
-      cores: streaming multiprocessors; `fpus_per_core` fp32 units in each, `threads_per_core` at most.
-      memory_bytes, l2_bytes: device memory and second-level cache.
-      shared_bytes_per_block, shared_bytes_per_core: shared memory, opt-in limit of a block, and of a core.
-      capability: CUDA compute capability, (major, minor).
-      hbm_gb_per_s: memory bandwidth, 10^9 bytes per second.
-      clock_ghz: boost clock.
-      bf16_tflops: dense 16-bit matrix throughput, 10^12 operations per second (fp16 where bf16 is not supported).
-      nvlink_gb_per_s, pcie_gb_per_s, nic_gb_per_s: 10^9 bytes per second in one direction, per GPU; 0 where there is
-        none.
+        name: the device's own name for itself.
+        cores: streaming multiprocessors; `fpus_per_core` fp32 units in each, `threads_per_core` at most.
+        memory_bytes, l2_bytes: device memory and second-level cache.
+        shared_bytes_per_block, shared_bytes_per_core: shared memory, opt-in limit of a block, and of a core.
+        capability: CUDA compute capability, (major, minor).
+        hbm_gb_per_s: memory bandwidth, 10^9 bytes per second.
+        clock_ghz: boost clock.
+        bf16_tflops: dense 16-bit matrix throughput, 10^12 operations per second (fp16 where bf16 is not supported).
+        nvlink_gb_per_s, pcie_gb_per_s, nic_gb_per_s: 10^9 bytes per second in one direction, per GPU; 0 where there is
+            none.
     """
 
     name: str
@@ -105,7 +105,7 @@ def gpu(target: str) -> Gpu:
     """The description of GPU `target`, one of `GPUS`.
 
     Raises:
-      TargetError: the name is not in the table; the message lists those that are.
+        TargetError: the name is not in the table; the message lists those that are.
     """
     if target not in GPUS:
         raise TargetError(f"unknown target {target!r}: known GPUs are {', '.join(GPUS)}")
@@ -135,7 +135,7 @@ def gpu_devices(target: str, count: int) -> np.ndarray:
     Below 8 they stand in one host, above in hosts of 8.
 
     Raises:
-      TargetError: unknown target, a count that does not fill its hosts, or no plugin to compile with.
+        TargetError: unknown target, a count that does not fill its hosts, or no plugin to compile with.
     """
     description = _target_config(gpu(target))
     topology = _topology(target, count)
