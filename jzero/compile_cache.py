@@ -6,12 +6,13 @@ only those that took a second), and that the directory stays bounded.  With a bo
 access, so runs that start at the same time may share the directory.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
 import jax
 import platformdirs
+
+from jzero.directories import obstacle
 
 AUTO = "auto"
 MAX_BYTES = 10 * 2**30  # what was not used for longest goes first
@@ -36,14 +37,8 @@ def directory(setting: str | None) -> Path | None:
     path = Path(platformdirs.user_cache_dir("jzero") if setting == AUTO else setting).absolute()
     if setting == AUTO and _of_jax("jax_compilation_cache_dir") not in (None, "", str(path)):
         return None
-    try:
-        there = next(p for p in (path, *path.parents) if p.exists())
-    except OSError as error:
-        raise _error(setting, path, error.strerror) from None
-    if not there.is_dir():
-        raise _error(setting, path, f"{there} is not a directory")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise _error(setting, path, f"{there} is not writable")
+    if reason := obstacle(path):
+        raise _error(setting, path, reason)
     return path
 
 

@@ -1,10 +1,10 @@
 """The directory of a run: it is new, it can be written, and it belongs to one run alone."""
 
-import os
 import time
 from pathlib import Path
 
 from jzero.config import ConfigError
+from jzero.directories import obstacle
 
 
 def check_run_dir(name: str | None) -> None:
@@ -14,18 +14,11 @@ def check_run_dir(name: str | None) -> None:
         ConfigError: it holds a run, is not a directory, or cannot be written.
     """
     path = Path(name or "runs").absolute()
-    try:
-        path.exists()
-    except OSError as error:
-        raise ConfigError(f"run.dir = {name}: {error.strerror}") from None
+    if reason := obstacle(path):
+        raise ConfigError(f"run.dir = {name or path}: {reason}; name another directory")
     held = [f for f in ("config.yaml", "metrics.jsonl", "checkpoints") if name and (path / f).exists()]
     if held:
         raise ConfigError(f"run.dir = {name}: already holds a run ({', '.join(held)}); name a new directory")
-    there = next(p for p in (path, *path.parents) if p.exists())
-    if not there.is_dir():
-        raise ConfigError(f"run.dir = {name or path}: {there} is not a directory")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"run.dir = {name or path}: {there} is not writable")
 
 
 def make_run_dir(name: str | None) -> Path:

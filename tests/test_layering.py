@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).parents[1] / "jzero"
 
 # A file imports only from strictly lower rows; "" is the package itself, which gathers the public names.
 ROWS = [
-    {"mesh", "targets", "replica_groups", "hlo_text", "compile_cache", "recipes", "comm", "precision"},
-    {"collectives", "hlo", "reads", "watch"},
+    {"mesh", "targets", "replica_groups", "hlo_text", "directories", "recipes", "comm", "precision"},
+    {"collectives", "hlo", "reads", "watch", "compile_cache"},
     {"zero"},
     {"use"},
     {"prefetch"},

@@ -1,0 +1,20 @@
+"""Whether a directory can be written that may not be there yet."""
+
+import os
+from pathlib import Path
+
+
+def obstacle(path: Path) -> str | None:
+    """Why nothing can be written in a directory `path`, made where it is missing; None if nothing stands in the way.
+
+    Makes nothing.
+    """
+    try:
+        there = next(p for p in (path, *path.parents) if p.exists())
+    except OSError as error:
+        return error.strerror
+    if not there.is_dir():
+        return f"{there} is not a directory"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} is not writable"
+    return None
