@@ -20,7 +20,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")
 _START = time.monotonic()
@@ -36,10 +36,30 @@ from jzero import compile_cache, hlo, targets
 from jzero.models import flops
 from jzero.models.decoder import Decoder, DecoderConfig, next_token_loss
 
-# width, layers (0: as many as fit), heads, mlp_width, seq, dtype of the gradients
-SIZES = {"1.5B": (2048, 28, 16, 5632, 4096, "float32"), "largest": (4096, 0, 32, 11_008, 4096, "bfloat16")}
-TINY = (64, 2, 4, 128, 128, "float32")
-WHAT_IS_KEPT_FREE = 0.02  # of the memory limit: fragments, and what the compiler does not count
+
+class Size(NamedTuple):
+    """A decoder, its sequences, and the dtype in which gradients are accumulated.
+
+    Attributes:
+        layers: None for as many as fit.
+    """
+
+    width: int
+    layers: int | None
+    heads: int
+    mlp_width: int
+    seq_len: int
+    grads: str
+    vocab: int = 32_000
+    attention: Literal["xla", "cudnn"] = "cudnn"
+
+
+SIZES = {
+    "1.5B": Size(2048, 28, 16, 5632, 4096, "float32"),
+    "largest": Size(4096, None, 32, 11_008, 4096, "bfloat16"),
+    "tiny": Size(64, 2, 4, 128, 128, "float32", vocab=256, attention="xla"),
+}
+KEPT_FREE = 0.02  # of the memory limit: fragments, and what the compiler does not count
 ROWS = (16, 12, 8, 6, 4, 3, 2, 1)
 # cuBLAS alone, so that autotuning has few kernels to try; the first variant shows what that costs.
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}
@@ -56,7 +76,7 @@ class Setting:
 
     name: str
     config: DecoderConfig
-    seq: int
+    seq_len: int
     grads: str
     options: tuple[tuple[str, Any], ...]
 
@@ -107,25 +127,23 @@ def main() -> None:
 
 
 def settings(args: argparse.Namespace, limit: float) -> Iterator[Setting]:
-    for size in ("tiny",) if args.tiny else SIZES:
+    for size in ("tiny",) if args.tiny else ("1.5B", "largest"):
         for remat in ("full", "dots", "none"):
             yield setting(size, remat, limit)
 
 
-def setting(size: str, remat: Any, limit: float) -> Setting:
+def setting(name: str, remat: Any, limit: float) -> Setting:
     """The named size; where it leaves the layers open, as many as leave a tenth of the memory to activations."""
-    width, layers, heads, mlp_width, seq, grads = {**SIZES, "tiny": TINY}[size]
-    attention = "xla" if size == "tiny" else "cudnn"
+    size = SIZES[name]
 
     def of(layers: int) -> Setting:
         config = DecoderConfig(
-            width=width, layers=layers, heads=heads, kv_heads=heads, mlp_width=mlp_width, tied=True,
-            vocab=256 if size == "tiny" else 32_000,
-            remat=remat, dtype="bfloat16", attention=attention,
+            width=size.width, layers=layers, heads=size.heads, kv_heads=size.heads, mlp_width=size.mlp_width,
+            vocab=size.vocab, tied=True, remat=remat, dtype="bfloat16", attention=size.attention,
         )  # fmt: skip
-        return Setting(size, config, seq, grads, tuple(OPTIONS.items()))
+        return Setting(name, config, size.seq_len, size.grads, tuple(OPTIONS.items()))
 
-    return of(layers or max((n for n in range(1, 129) if of(n).state_bytes <= 0.9 * limit), default=1))
+    return of(size.layers or max((n for n in range(1, 129) if of(n).state_bytes <= 0.9 * limit), default=1))
 
 
 def variants(best: dict[str, Any], limit: float) -> Iterator[Setting]:
@@ -153,9 +171,9 @@ def known(options: dict[str, Any]) -> bool:
 def measured(s: Setting, device: Any, limit: float, peak_flops: float, args: argparse.Namespace) -> dict[str, Any]:
     """Compiles `s` for as many rows as fit, and runs it; what went wrong is part of the line."""
     line = {"model": s.name, "parameters": s.parameters, "layers": s.config.layers, "remat": s.config.remat}
-    line |= {"grads": s.grads, "seq": s.seq, "options": dict(s.options)}
+    line |= {"grads": s.grads, "seq_len": s.seq_len, "options": dict(s.options)}
     one_row = compiled(s, 1, device, fast=True)[1]
-    fits = (1 - WHAT_IS_KEPT_FREE) * limit
+    fits = (1 - KEPT_FREE) * limit
     per_row = max(one_row.peak_bytes - s.state_bytes, 1)
     at_most = 1 + (fits - one_row.peak_bytes) / per_row
     for rows in [n for n in ROWS if n <= max(at_most, 1)]:
@@ -180,7 +198,7 @@ def measured(s: Setting, device: Any, limit: float, peak_flops: float, args: arg
 
 def compiled(s: Setting, rows: int, device: Any, *, fast: bool) -> tuple[jzero.Run, hlo.Memory, Any]:
     """The run, its memory and its program for `rows` sequences; `fast` does not time kernels."""
-    batch = {"tokens": jax.ShapeDtypeStruct((rows, s.seq + 1), jnp.int32)}
+    batch = {"tokens": jax.ShapeDtypeStruct((rows, s.seq_len + 1), jnp.int32)}
     run = jzero.setup(
         lambda: Decoder(s.config, rngs=nnx.Rngs(0)), next_token_loss, optax.adamw(3e-4, b2=0.95, weight_decay=0.1),
         jzero.make_mesh("dp=1", [device]), batch, stage=0, clip_norm=1.0,
@@ -197,7 +215,7 @@ def speed(
 ) -> dict[str, Any]:
     """Seconds of a step with steps dispatched ahead of the device, so that the host does not count."""
     state = run.init()
-    tokens = np.random.default_rng(0).integers(0, s.config.vocab, (rows, s.seq + 1)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, s.config.vocab, (rows, s.seq_len + 1)).astype(np.int32)
     batch = run.put({"tokens": tokens})
     once, metrics = 1.0, {}
     for _ in range(3):  # the first ones set up libraries and memory
@@ -212,8 +230,8 @@ def speed(
         state, metrics = program(state, batch)
     loss = float(metrics["loss"])
     step_s = (time.perf_counter() - start) / steps
-    tokens_per_s = rows * s.seq / step_s
-    mfu = tokens_per_s * flops.flops_per_token(s.config, s.seq) / peak_flops
+    tokens_per_s = rows * s.seq_len / step_s
+    mfu = tokens_per_s * flops.flops_per_token(s.config, s.seq_len) / peak_flops
     timed = {"step_s": step_s, "steps": steps, "tokens_per_s": tokens_per_s, "mfu": mfu, "loss": loss}
     return {**timed, "device_peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use")}
 
