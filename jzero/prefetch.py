@@ -17,7 +17,7 @@ A rematerialisation policy says what a layer keeps for its backward pass.  The p
 arrays; those among them that are its weights are left out, whatever the policy, and brought into use again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,40 +26,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from jzero.pullback import ByKey, Layer, Pullback, Wanted, at, chosen, run_and_pull
 from jzero.reads import UnsupportedModelError
-from jzero.use import Move
 from jzero.zero import Path, path_name
-
-Values = Mapping[Any, Any]  # by path; what all layers share, by position
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer as a function of arrays.
-
-    Attributes:
-        run: (weights in use, other arrays of the layer, x, what all layers share) -> (x, other arrays after it).
-        moves: how each weight comes into use, and its gradient to rest.
-        policy: what of `run` is kept for its backward pass.
-    """
-
-    run: Callable[[Values, Values, Any, Values], tuple[Any, dict[Path, Any]]]
-    moves: Mapping[Path, Move]
-    policy: Callable[..., Any]
-
-    @property
-    def gathered(self) -> frozenset[Path]:
-        """The weights whose way into use takes a collective."""
-        return frozenset(path for path, move in self.moves.items() if move.forward.moves)
-
-    def bring(self, paths: frozenset[Path], values: Values, i: Any) -> dict[Path, jax.Array]:
-        """Weights of layer i, from rest into use."""
-        return {path: self.moves[path].forward(at(values[path], i)) for path in values if path in paths}
-
-
-def at(tree: Any, i: Any) -> Any:
-    """Layer i of stacked arrays, [depth, ...] -> [...]."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
 
 
 def prefetched(layer: Layer, depth: int, ahead: int) -> Callable[..., tuple[Any, dict[Path, Any]]]:
@@ -77,26 +46,26 @@ def prefetched(layer: Layer, depth: int, ahead: int) -> Callable[..., tuple[Any,
     """
 
     @jax.custom_vjp
-    def through(slots: Values, values: Values, others: Values, x: Any, shared: Values) -> Any:  # noqa: ARG001 (its gradient is what the rule gives)
-        def turn(i: Any, weights: Values, x: Any, in_loop: bool) -> Any:  # noqa: ARG001, FBT001
+    def through(slots: ByKey, values: ByKey, others: ByKey, x: Any, shared: ByKey) -> Any:  # noqa: ARG001 (its gradient is what the rule gives)
+        def run_one(i: Any, weights: ByKey, x: Any, *, in_loop: bool) -> Any:  # noqa: ARG001
             return *layer.run(weights, at(others, i), x, shared), []
 
-        return _forward(layer, depth, ahead, values, x, turn)[0]
+        return _forward(layer, depth, ahead, values, x, run_one)[0]
 
-    def forward(slots: Values, values: Values, others: Values, x: Any, shared: Values) -> Any:
+    def forward(slots: ByKey, values: ByKey, others: ByKey, x: Any, shared: ByKey) -> Any:
         slots_of = {path: jax.ShapeDtypeStruct(slot.value.shape, slot.value.dtype) for path, slot in slots.items()}
-        wanted = _Wanted(frozenset(slots), _perturbed(others), _perturbed(shared))
+        wanted = Wanted(frozenset(slots), _perturbed(others), _perturbed(shared))
         values, others, x, shared = jax.tree.map(lambda primal: primal.value, (values, others, x, shared))
-        pullbacks: dict[int | None, _Pullback] = {}
+        pullbacks: dict[int | None, Pullback] = {}
 
-        def turn(i: Any, weights: Values, x: Any, in_loop: bool) -> Any:  # noqa: FBT001
-            *result, pullback = _run_and_pull(layer, wanted, weights, at(others, i), x, shared, in_loop=in_loop)
+        def run_one(i: Any, weights: ByKey, x: Any, *, in_loop: bool) -> Any:
+            *result, pullback = run_and_pull(layer, wanted, weights, at(others, i), x, shared, in_loop=in_loop)
             pullbacks[None if in_loop else i] = pullback
             return result
 
-        result, of_loop, of_last, window = _forward(layer, depth, ahead, values, x, turn)
+        result, of_loop, of_last, window = _forward(layer, depth, ahead, values, x, run_one)
         again = frozenset[Path]().union(*(pullback.weights for pullback in pullbacks.values())) & layer.gathered
-        window = [_chosen(weights, again) for weights in window]
+        window = [chosen(weights, again) for weights in window]
         return result, (_Static((slots_of, wanted, pullbacks, again)), of_loop, of_last, window, values, others, shared)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
@@ -105,25 +74,25 @@ def prefetched(layer: Layer, depth: int, ahead: int) -> Callable[..., tuple[Any,
         dx, d_after = cotangents
         _check_unused(d_after)
 
-        def turn(carry: _Carried, i: Any, saved: Any, pullback: _Pullback) -> _Carried:
+        def pull_one(carry: _Carried, i: Any, saved: Any, pullback: Pullback) -> _Carried:
             coming = layer.bring(again, values, jnp.maximum(i - ahead, 0))
             weights = {**layer.bring(pullback.weights - again, values, i), **carry.window[0]}
-            return carry.turn(layer, i, coming, pullback(saved, weights, at(others, i), shared))
+            return carry.past(layer, i, coming, pullback(saved, weights, at(others, i), shared))
 
         def body(carry: _Carried, of_layer: tuple[Any, Any]) -> tuple[_Carried, None]:
             i, saved = of_layer
-            return turn(carry, i, saved, pullbacks[None]), None
+            return pull_one(carry, i, saved, pullbacks[None]), None
 
         carry = _Carried(
             dx=jax.tree.map(_instantiated, dx, is_leaf=_is_zero),
             window=window[::-1],
             pending=None,
             grads={path: jnp.zeros(slot.shape, slot.dtype) for path, slot in slots.items()},
-            d_others=jax.tree.map(jnp.zeros_like, _chosen(others, wanted.others)),
-            d_shared=jax.tree.map(jnp.zeros_like, _chosen(shared, wanted.shared)),
+            d_others=jax.tree.map(jnp.zeros_like, chosen(others, wanted.others)),
+            d_shared=jax.tree.map(jnp.zeros_like, chosen(shared, wanted.shared)),
         )
         for i, saved in reversed(list(enumerate(of_last, start=depth - ahead))):
-            carry = turn(carry, i, saved, pullbacks[i])
+            carry = pull_one(carry, i, saved, pullbacks[i])
         carry, _ = lax.scan(body, carry, (jnp.arange(depth - ahead), of_loop), reverse=True)
         d_others = {path: carry.d_others.get(path) for path in others}
         d_shared = {key: carry.d_shared.get(key) for key in shared}
@@ -137,98 +106,30 @@ def prefetched(layer: Layer, depth: int, ahead: int) -> Callable[..., tuple[Any,
 
 
 def _forward(
-    layer: Layer, depth: int, ahead: int, values: Values, x: Any, turn: Callable[..., Any]
+    layer: Layer, depth: int, ahead: int, values: ByKey, x: Any, run_one: Callable[..., Any]
 ) -> tuple[tuple[Any, dict[Path, Any]], Any, list[Any], list[dict[Path, jax.Array]]]:
-    """All layers by `turn(i, weights, x, in_loop) -> (x, others after it, saved)`.
+    """All layers by `run_one(i, weights, x, in_loop=...) -> (x, others after it, saved)`.
 
     Returns:
         (x, others after the last layer), what was saved of the layers in the loop, stacked, and of each after it, and
         the gathered weights of those.
     """
-    at_hand = frozenset(layer.moves) - layer.gathered
 
     def body(carry: Any, i: Any) -> Any:
         x, (weights, *window) = carry
         coming = layer.bring(layer.gathered, values, i + ahead)
-        x, after, saved = turn(i, {**weights, **layer.bring(at_hand, values, i)}, x, True)
+        x, after, saved = run_one(i, {**weights, **layer.bring(layer.local, values, i)}, x, in_loop=True)
         return (x, [*window, coming]), (after, saved)
 
     window = [layer.bring(layer.gathered, values, i) for i in range(ahead)]
     (x, window), (after, of_loop) = lax.scan(body, (x, window), jnp.arange(depth - ahead))
     afters, of_last = [], []
     for i, weights in zip(range(depth - ahead, depth), window, strict=True):
-        x, last, saved = turn(i, {**weights, **layer.bring(at_hand, values, i)}, x, False)
+        x, last, saved = run_one(i, {**weights, **layer.bring(layer.local, values, i)}, x, in_loop=False)
         afters.append(last)
         of_last.append(saved)
     after = jax.tree.map(lambda loop, *last: jnp.concatenate([loop, jnp.stack(last)]), after, *afters)
     return (x, after), of_loop, of_last, window
-
-
-# ---- one layer's way back -------------------------------------------------------------------------------------------
-
-
-class _Wanted(NamedTuple):
-    """What of a layer's arguments gradients are wanted of."""
-
-    weights: frozenset[Path]
-    others: frozenset[Path]
-    shared: frozenset[int]
-
-
-@dataclass(frozen=True)
-class _Pullback:
-    """How the pullback of a layer is put together again.
-
-    Attributes:
-        tree: of the pullback.
-        sources: of each of its arrays: None for one that was saved, else (number of the argument, key) of what it is.
-    """
-
-    tree: Any
-    sources: tuple[tuple[int, Any] | None, ...]
-
-    @property
-    def weights(self) -> frozenset[Path]:
-        """The weights that it needs and that were not saved."""
-        return frozenset(source[1] for source in self.sources if source is not None and source[0] == 0)
-
-    def __call__(self, saved: Sequence[jax.Array], *arguments: Values) -> Callable[[Any], Any]:
-        """Cotangent of x -> those of what was wanted.
-
-        Args:
-            arguments: weights, others, shared.
-        """
-        rest = iter(saved)
-        leaves = [next(rest) if source is None else arguments[source[0]][source[1]] for source in self.sources]
-        return jax.tree.unflatten(self.tree, leaves)
-
-
-def _run_and_pull(
-    layer: Layer, wanted: _Wanted, weights: Values, others: Values, x: Any, shared: Values, *, in_loop: bool
-) -> tuple[Any, dict[Path, Any], list[jax.Array], _Pullback]:
-    """One layer, and what its way back takes: (x, others after it, arrays to save, pullback)."""
-
-    def run(some_weights: Values, some_others: Values, x: Any, some_shared: Values) -> Any:
-        return layer.run({**weights, **some_weights}, {**others, **some_others}, x, {**shared, **some_shared})
-
-    # Between loops, forward and backward share nothing.  Beside them they could, and would keep more than asked for.
-    run = jax.checkpoint(run, policy=layer.policy, prevent_cse=not in_loop)
-    chosen = (_chosen(weights, wanted.weights), _chosen(others, wanted.others), x, _chosen(shared, wanted.shared))
-    x, pull, after = jax.vjp(run, *chosen, has_aux=True)
-    leaves, tree = jax.tree.flatten(pull)
-    again = {path: weight for path, weight in weights.items() if not layer.moves[path].keep}
-    places = {
-        id(array): (number, key)
-        for number, arguments in enumerate((again, others, shared))
-        for key, array in arguments.items()
-    }
-    sources = tuple(places.get(id(leaf)) for leaf in leaves)
-    saved = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
-    return x, after, saved, _Pullback(tree, sources)
-
-
-def _chosen(values: Values, keys: frozenset[Any]) -> dict[Any, Any]:
-    return {key: value for key, value in values.items() if key in keys}
 
 
 # ---- backward -------------------------------------------------------------------------------------------------------
@@ -257,8 +158,8 @@ class _Carried(NamedTuple):
         pending = self.pending or {}
         return {**self.grads, **_put(self.grads, i, {p: layer.moves[p].backward(g) for p, g in pending.items()})}
 
-    def turn(self, layer: Layer, i: Any, coming: dict[Path, jax.Array], pull: Callable[[Any], Any]) -> "_Carried":
-        """The same after layer i."""
+    def past(self, layer: Layer, i: Any, coming: dict[Path, jax.Array], pull: Callable[[Any], Any]) -> "_Carried":
+        """The same after layer i, whose pullback is `pull`."""
         grads = self.scattered(layer, i + 1)
         d_weights, d_others, dx, d_shared = pull(self.dx)
         pending = {path: grad for path, grad in d_weights.items() if layer.moves[path].backward.moves}
@@ -273,7 +174,7 @@ class _Carried(NamedTuple):
         )
 
 
-def _put(stacked: Values, i: Any, layer: Values) -> dict[Any, jax.Array]:
+def _put(stacked: ByKey, i: Any, layer: ByKey) -> dict[Any, jax.Array]:
     """`stacked` with `layer` at place i."""
     new = {key: lax.dynamic_update_index_in_dim(stacked[key], x, i, 0) for key, x in layer.items()}
     return {**stacked, **new}

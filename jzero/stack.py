@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jzero.prefetch import Layer, Values, prefetched
+from jzero.prefetch import prefetched
+from jzero.pullback import ByKey, Layer
 from jzero.reads import UnsupportedModelError
 from jzero.use import AtRest, Move, at_rest, holding, remat_policy
 from jzero.zero import Path, path_name
 
 Carry = TypeVar("Carry")
 
-_UNSTACKED = {nnx.PARTITION_NAME: None}  # the layer dim is never a sharded one
+UNSTACKED = {nnx.PARTITION_NAME: None}  # the layer dim is never a sharded one
 
 
 def scan_layers(
@@ -55,12 +56,12 @@ def scan_layers(
     graphdef, state = nnx.split(layers)
     leaves = dict(nnx.to_flat_state(state))
     moves, depth = _moves(leaves), _depth(leaves)
-    at_hand, tree = jax.tree.flatten(broadcast)
-    shared = {i: leaf for i, leaf in enumerate(at_hand) if isinstance(leaf, jax.Array)}
+    given_leaves, tree = jax.tree.flatten(broadcast)
+    shared = {i: leaf for i, leaf in enumerate(given_leaves) if isinstance(leaf, jax.Array)}
 
-    def run(weights: Values, others: Values, x: Carry, shared: Values) -> tuple[Carry, dict[Path, Any]]:
+    def run(weights: ByKey, others: ByKey, x: Carry, shared: ByKey) -> tuple[Carry, dict[Path, Any]]:
         layer = _merged(graphdef, leaves, {**weights, **others})
-        x = block(layer, x, *jax.tree.unflatten(tree, [shared.get(i, leaf) for i, leaf in enumerate(at_hand)]))
+        x = block(layer, x, *jax.tree.unflatten(tree, [shared.get(i, leaf) for i, leaf in enumerate(given_leaves)]))
         return x, _after(layer, leaves, others)
 
     layer, ahead = Layer(run, moves, policy), min(layers_ahead, depth - 1)
@@ -81,10 +82,10 @@ def _plain_scan(
     # Inside a scan nothing can be shared between forward and backward bodies, so the barrier against it is idle.
     run = nnx.remat(block, policy=policy, prevent_cse=False)
     axes = (0, nnx.Carry, *(None for _ in broadcast))
-    return nnx.scan(run, in_axes=axes, out_axes=nnx.Carry, transform_metadata=_UNSTACKED)(layers, x, *broadcast)
+    return nnx.scan(run, in_axes=axes, out_axes=nnx.Carry, transform_metadata=UNSTACKED)(layers, x, *broadcast)
 
 
-def _moves(leaves: Values) -> dict[Path, Move]:
+def _moves(leaves: ByKey) -> dict[Path, Move]:
     """The moves of the parameters that come into use layer by layer.
 
     There are none where a model is only looked at, nor for a stack of stacks, whose parameters the inner one reads.
@@ -97,7 +98,7 @@ def _moves(leaves: Values) -> dict[Path, Move]:
     return {path: move for path, move in moves.items() if move.layer_dims}
 
 
-def _merged(graphdef: Any, leaves: Values, values: Values) -> nnx.Module:
+def _merged(graphdef: Any, leaves: ByKey, values: ByKey) -> nnx.Module:
     """One layer; what has no value is not read."""
     parts = {path: _of_layer(leaf, values[path]) if path in values else leaf for path, leaf in leaves.items()}
     return nnx.merge(graphdef, nnx.from_flat_state(parts.items()))
@@ -111,7 +112,7 @@ def _of_layer(leaf: Any, value: Any) -> Any:
     return leaf
 
 
-def _after(layer: nnx.Module, leaves: Values, others: Values) -> dict[Path, Any]:
+def _after(layer: nnx.Module, leaves: ByKey, others: ByKey) -> dict[Path, Any]:
     """What a layer holds beside parameters when it has run."""
     after = dict(nnx.to_flat_state(nnx.state(layer)))
     if added := after.keys() - leaves.keys():
@@ -128,7 +129,7 @@ def _array(leaf: Any) -> Any:
     return raw.value if isinstance(raw, AtRest) else raw
 
 
-def _depth(leaves: Values) -> int:
+def _depth(leaves: ByKey) -> int:
     shapes = {path: jnp.shape(_array(leaf)) for path, leaf in leaves.items()}
     if not shapes:
         raise ValueError("layers hold no array, so their number is unknown")

@@ -69,6 +69,22 @@ def test_gradients_norms_and_losses_equal_one_device(stage, mesh, micro_batches,
     single.assert_equal(single.train(run, data), one_device[scan])
 
 
+@pytest.mark.parametrize(
+    ("stage", "mesh"),
+    [
+        pytest.param(*cell, marks=[] if cell in {(3, "dp=4,tp=2"), (1, "dp=8")} else pytest.mark.slow)
+        for cell in itertools.product(STAGES, MESHES)
+    ],
+)
+def test_so_it_is_with_layers_gathered_ahead(stage, mesh, data, one_device):
+    """As users have it; the cells above scan layers plainly."""
+    run = jzero.setup(
+        decoder(layers_ahead=1), next_token_loss, single.recording(optax.adamw(1e-3)), mesh, data[0],
+        stage=stage, micro_batches=2,
+    )  # fmt: skip
+    single.assert_equal(single.train(run, data), one_device[True])
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("axes", [("dp",), ("node",)])
 def test_sharding_over_one_of_the_two_axes_equals_one_device(stage, axes, data, one_device):

@@ -15,6 +15,7 @@ ROWS = [
     {"collectives", "hlo", "reads", "watch", "compile_cache"},
     {"zero"},
     {"use"},
+    {"pullback"},
     {"prefetch"},
     {"stack"},
     {"lora", "template", "optim", "schedules", "data", "models"},

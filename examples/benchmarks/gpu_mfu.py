@@ -66,7 +66,6 @@ OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 VARIANTS = {
     "triton": {"xla_gpu_enable_triton_gemm": True},
     "no command buffers": {"xla_gpu_enable_command_buffer": ""},
-    "latency hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
 }
 
 

@@ -96,11 +96,12 @@ def by_hand(args: argparse.Namespace, mesh: Mesh, tokens: np.ndarray, spec_of: C
     )
     state, batch = jax.device_put(state, shardings), jax.device_put({"tokens": tokens}, rows)
 
-    # What MaxText writes into its layers: activations stay split by sequence, whatever the parameters do.
+    # What MaxText writes into its layers: activations stay split by sequence, whatever the parameters do.  The decoder
+    # has hints for tensor parallelism in the same places.
     def held(x: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(x, NamedSharding(mesh, P(DATA_AXES, None, None)))
 
-    with mock.patch("jzero.models.decoder.whole_over_tp", held):
+    with mock.patch("jzero.models.decoder.whole_over_tp", held), mock.patch("jzero.models.blocks.whole_over_tp", held):
         state, _ = step(state, batch)  # traced here, once
     return step, state, batch
 

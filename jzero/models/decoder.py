@@ -30,10 +30,8 @@ from jzero.models.blocks import Block, make_dropout, make_linear, normal
 from jzero.models.decoder_config import DecoderConfig
 from jzero.models.norms import make_norm
 from jzero.models.positions import Rope, rotary_angles
-from jzero.stack import scan_layers
+from jzero.stack import UNSTACKED, scan_layers
 from jzero.use import remat_policy
-
-_UNSTACKED = {nnx.PARTITION_NAME: None}  # the layer dim is never a sharded one
 
 
 class Decoder(nnx.Module):
@@ -149,7 +147,7 @@ def _make_layers(config: DecoderConfig, rngs: nnx.Rngs) -> Any:
         return Block(config, rngs=nnx.Rngs(**keys))
 
     if config.scan:
-        return nnx.vmap(make, transform_metadata=_UNSTACKED)(keys)
+        return nnx.vmap(make, transform_metadata=UNSTACKED)(keys)
     return nnx.List([make({stream: key[i] for stream, key in keys.items()}) for i in range(config.layers)])
 
 
