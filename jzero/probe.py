@@ -238,7 +238,8 @@ def notes(
         *_note(
             kept,
             "are gathered in a layer loop without rematerialisation: all layers stay gathered until the backward pass; "
-            "wrap the loop's body in nnx.remat(…, policy=jzero.remat_policy('none')) to gather them again",
+            "run it as jzero.scan_layers(…), or wrap its body in nnx.remat(…, policy=jzero.remat_policy('none')), "
+            "to gather them again",
         ),
         *_note(
             often,
