@@ -13,9 +13,10 @@ import optax.contrib
 from flax import nnx
 
 import jzero
-from jzero import data
+from jzero import data, watch
 from jzero import mesh as meshes
 from jzero.config import Config, ConfigError, Data
+from jzero.description import size
 from jzero.models.decoder import Decoder, next_token_loss
 from jzero.zero import ShardingError
 
@@ -82,6 +83,20 @@ def make_run(config: Config, mesh: jax.sharding.Mesh) -> jzero.Run:
         )
     except ShardingError as error:
         raise ConfigError(str(error)) from error
+
+
+def check_memory(run: jzero.Run) -> None:
+    """Refuses a run of which not even the state fits; activations and what is gathered come on top.
+
+    Raises:
+        ConfigError: names what a device needs and what it has.
+    """
+    needed, limit = sum(run.at_rest_bytes().values()) + run.grads_bytes(), watch.memory_limit()
+    if limit is not None and needed > limit:
+        raise ConfigError(
+            f"a run takes {size(needed)} of each of {jax.device_count()} devices, which have {size(limit)}, "
+            f"for state and gradients alone: take a higher stage, more devices or a smaller model"
+        )
 
 
 def make_optimizer(config: Config, per_layer: Any) -> optax.GradientTransformation:

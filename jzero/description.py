@@ -1,7 +1,5 @@
 """What a run says of itself before its first step."""
 
-import math
-
 import jax
 
 from jzero import chains
@@ -16,36 +14,32 @@ def describe(config: Config, run: Run) -> list[str]:
     sequences = f"{config.batch_size} sequences of {config.data.seq_len} tokens a step, in {parts}"
     lines = [
         f"stage {config.stage} on mesh {config.mesh} ({jax.device_count()} x {jax.devices()[0].device_kind})",
-        f"model: {_parameters(run):,} parameters in {config.precision.params}; {sequences}",
-        f"at rest per device: {_mib(sum(at_rest.values()))}, of which "
-        + ", ".join(f"{name} {_mib(size)}" for name, size in at_rest.items() if size)
-        + f"; gradients add {_mib(run.grads_bytes())} during a step",
+        f"model: {run.parameters:,} parameters in {config.precision.params}; {sequences}",
+        f"at rest per device: {size(sum(at_rest.values()))}, of which "
+        + ", ".join(f"{name} {size(n)}" for name, n in at_rest.items() if n)
+        + f"; gradients add {size(run.grads_bytes())} during a step",
     ]
     lines.append(_describe_optimizer(config, run))
     if run.whole:
         total = sum(leaf.nbytes for leaf in run.whole)
-        lines.append(f"whole on every device: {len(run.whole)} leaves, {_mib(total)} of parameters")
+        lines.append(f"whole on every device: {len(run.whole)} leaves, {size(total)} of parameters")
         lines += [f"  {leaf.path} {tuple(leaf.shape)} {leaf.nbytes:,} bytes: {leaf.reason}" for leaf in run.whole]
     return [*lines, *(f"note: {note}" for note in run.notes)]
 
 
 def _describe_optimizer(config: Config, run: Run) -> str:
     optim = config.optim
-    decayed = jax.tree.leaves(chains.matrices(run.per_layer))
+    matrices = jax.tree.leaves(chains.matrices(run.per_layer))
+    decayed = sum(matrices) if optim.weight_decay else 0
     settings = ", ".join(f"{key} {value}" for key, value in optim.settings().items() if isinstance(value, int | float))
-    text = (
-        f"optimizer: {optim.name} (lr {optim.lr}, {settings}); weight decay on {sum(decayed)} of {len(decayed)} leaves"
-    )
+    decay = f"weight decay on {decayed or 'none'} of {len(matrices)} leaves"
+    text = f"optimizer: {optim.name} (lr {optim.lr}, {settings}); {decay}"
     if optim.adamw_leaves is not None:
         hidden = jax.tree.leaves(chains.hidden_matrices(run.per_layer, optim.adamw_leaves))
-        text += f", {sum(hidden)} of them orthogonalised"
+        text += f", {sum(hidden)} orthogonalised"
     return text if optim.ema is None else f"{text}; average of the weights, decay {optim.ema}"
 
 
-def _parameters(run: Run) -> int:
-    state = run.abstract_state
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((state.params, state.frozen)))
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.2f} MiB"
+def size(nbytes: int) -> str:
+    """Bytes for a reader."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"

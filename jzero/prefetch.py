@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jzero.pullback import ByKey, Layer, Pullback, Wanted, at, chosen, run_and_pull
-from jzero.reads import UnsupportedModelError
-from jzero.zero import Path, path_name
+from jzero.pullback import ByKey, Layer, Pullback, Wanted, at, chosen, is_floating, run_and_pull
+from jzero.use import AtRest
+from jzero.zero import Path
 
 
 def prefetched(layer: Layer, depth: int, ahead: int) -> Callable[..., tuple[Any, dict[Path, Any]]]:
@@ -40,22 +40,19 @@ def prefetched(layer: Layer, depth: int, ahead: int) -> Callable[..., tuple[Any,
     Returns:
         (slots, values, others, x, shared) -> (x, others after the last layer).  All but `x` and `shared` are stacked,
         [depth, ...]: `slots` take the gradients of weights that rest as `values`; `others` is what else a layer holds.
-
-    Raises:
-        UnsupportedModelError: when it is differentiated through `others` after the last layer.
     """
 
     @jax.custom_vjp
-    def through(slots: ByKey, values: ByKey, others: ByKey, x: Any, shared: ByKey) -> Any:  # noqa: ARG001 (its gradient is what the rule gives)
+    def through(slots: ByKey, values: ByKey, others: ByKey, x: Any, shared: ByKey) -> Any:
         def run_one(i: Any, weights: ByKey, x: Any, *, in_loop: bool) -> Any:  # noqa: ARG001
             return *layer.run(weights, at(others, i), x, shared), []
 
-        return _forward(layer, depth, ahead, values, x, run_one)[0]
+        return _forward(layer, depth, ahead, _rest(slots, values), x, run_one)[0]
 
     def forward(slots: ByKey, values: ByKey, others: ByKey, x: Any, shared: ByKey) -> Any:
-        slots_of = {path: jax.ShapeDtypeStruct(slot.value.shape, slot.value.dtype) for path, slot in slots.items()}
         wanted = Wanted(frozenset(slots), _perturbed(others), _perturbed(shared))
-        values, others, x, shared = jax.tree.map(lambda primal: primal.value, (values, others, x, shared))
+        slots, values, others, x, shared = jax.tree.map(lambda p: p.value, (slots, values, others, x, shared))
+        rest = _rest(slots, values)
         pullbacks: dict[int | None, Pullback] = {}
 
         def run_one(i: Any, weights: ByKey, x: Any, *, in_loop: bool) -> Any:
@@ -63,31 +60,32 @@ def prefetched(layer: Layer, depth: int, ahead: int) -> Callable[..., tuple[Any,
             pullbacks[None if in_loop else i] = pullback
             return result
 
-        result, of_loop, of_last, window = _forward(layer, depth, ahead, values, x, run_one)
+        result, of_loop, of_last, window = _forward(layer, depth, ahead, rest, x, run_one)
         again = frozenset[Path]().union(*(pullback.weights for pullback in pullbacks.values())) & layer.gathered
         window = [chosen(weights, again) for weights in window]
-        return result, (_Static((slots_of, wanted, pullbacks, again)), of_loop, of_last, window, values, others, shared)
+        return result, (_Static((wanted, pullbacks, again)), of_loop, of_last, window, rest, others, shared)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        static, of_loop, of_last, window, values, others, shared = residuals
-        slots, wanted, pullbacks, again = static.value
-        dx, d_after = cotangents
-        _check_unused(d_after)
+        static, of_loop, of_last, window, rest, others, shared = residuals
+        wanted, pullbacks, again = static.value
+        floating = {path: cotangent for path, cotangent in cotangents[1].items() if is_floating(cotangent)}
+        dx, d_after = jax.tree.map(_instantiated, (cotangents[0], floating), is_leaf=_is_zero)
 
         def pull_one(carry: _Carried, i: Any, saved: Any, pullback: Pullback) -> _Carried:
-            coming = layer.bring(again, values, jnp.maximum(i - ahead, 0))
-            weights = {**layer.bring(pullback.weights - again, values, i), **carry.window[0]}
-            return carry.past(layer, i, coming, pullback(saved, weights, at(others, i), shared))
+            coming = layer.bring(again, rest, jnp.maximum(i - ahead, 0))
+            weights = {**layer.bring(pullback.weights - again, rest, i), **carry.window[0]}
+            pull = pullback(saved, weights, at(others, i), shared)
+            return carry.past(layer, i, coming, lambda dx: pull((dx, at(d_after, i))))
 
         def body(carry: _Carried, of_layer: tuple[Any, Any]) -> tuple[_Carried, None]:
             i, saved = of_layer
             return pull_one(carry, i, saved, pullbacks[None]), None
 
         carry = _Carried(
-            dx=jax.tree.map(_instantiated, dx, is_leaf=_is_zero),
+            dx=dx,
             window=window[::-1],
             pending=None,
-            grads={path: jnp.zeros(slot.shape, slot.dtype) for path, slot in slots.items()},
+            grads={path: jnp.zeros_like(r.slot) for path, r in rest.items() if path in wanted.weights},
             d_others=jax.tree.map(jnp.zeros_like, chosen(others, wanted.others)),
             d_shared=jax.tree.map(jnp.zeros_like, chosen(shared, wanted.shared)),
         )
@@ -106,7 +104,7 @@ def prefetched(layer: Layer, depth: int, ahead: int) -> Callable[..., tuple[Any,
 
 
 def _forward(
-    layer: Layer, depth: int, ahead: int, values: ByKey, x: Any, run_one: Callable[..., Any]
+    layer: Layer, depth: int, ahead: int, rest: Mapping[Path, AtRest], x: Any, run_one: Callable[..., Any]
 ) -> tuple[tuple[Any, dict[Path, Any]], Any, list[Any], list[dict[Path, jax.Array]]]:
     """All layers by `run_one(i, weights, x, in_loop=...) -> (x, others after it, saved)`.
 
@@ -117,15 +115,15 @@ def _forward(
 
     def body(carry: Any, i: Any) -> Any:
         x, (weights, *window) = carry
-        coming = layer.bring(layer.gathered, values, i + ahead)
-        x, after, saved = run_one(i, {**weights, **layer.bring(layer.local, values, i)}, x, in_loop=True)
+        coming = layer.bring(layer.gathered, rest, i + ahead)
+        x, after, saved = run_one(i, {**weights, **layer.bring(layer.local, rest, i)}, x, in_loop=True)
         return (x, [*window, coming]), (after, saved)
 
-    window = [layer.bring(layer.gathered, values, i) for i in range(ahead)]
+    window = [layer.bring(layer.gathered, rest, i) for i in range(ahead)]
     (x, window), (after, of_loop) = lax.scan(body, (x, window), jnp.arange(depth - ahead))
     afters, of_last = [], []
     for i, weights in zip(range(depth - ahead, depth), window, strict=True):
-        x, last, saved = run_one(i, {**weights, **layer.bring(layer.local, values, i)}, x, in_loop=False)
+        x, last, saved = run_one(i, {**weights, **layer.bring(layer.local, rest, i)}, x, in_loop=False)
         afters.append(last)
         of_last.append(saved)
     after = jax.tree.map(lambda loop, *last: jnp.concatenate([loop, jnp.stack(last)]), after, *afters)
@@ -188,8 +186,13 @@ class _Static:
     value: Any
 
 
+def _rest(slots: ByKey, values: ByKey) -> dict[Path, AtRest]:
+    # Through the slot a weight in use is differentiated once more, where a loss has gradients in it.
+    return {path: AtRest(slots.get(path), value) for path, value in values.items()}
+
+
 def _perturbed(primals: Mapping[Any, Any]) -> frozenset[Any]:
-    return frozenset(key for key, primal in primals.items() if primal.perturbed)
+    return frozenset(key for key, primal in primals.items() if primal.perturbed and is_floating(primal.value))
 
 
 def _is_zero(cotangent: Any) -> bool:
@@ -198,12 +201,3 @@ def _is_zero(cotangent: Any) -> bool:
 
 def _instantiated(cotangent: Any) -> jax.Array:
     return jnp.zeros(cotangent.shape, cotangent.dtype) if _is_zero(cotangent) else cotangent
-
-
-def _check_unused(cotangents: Mapping[Path, Any]) -> None:
-    for path, cotangent in cotangents.items():
-        if not _is_zero(cotangent):
-            raise UnsupportedModelError(
-                f"the loss depends on {path_name(path)!r} as a layer leaves it, and its gradient does not flow through "
-                f"a prefetching stack; hand it on through the layer's output, or take layers_ahead=0"
-            )

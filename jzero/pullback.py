@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from jzero.use import Move
+from jzero.use import AtRest, Move
 from jzero.zero import Path
 
 ByKey = Mapping[Any, Any]  # arrays by path; what all layers share, by position
@@ -43,13 +44,13 @@ class Layer:
         """The other weights."""
         return frozenset(self.moves) - self.gathered
 
-    def bring(self, paths: frozenset[Path], values: ByKey, i: Any) -> dict[Path, jax.Array]:
+    def bring(self, paths: frozenset[Path], rest: Mapping[Path, AtRest], i: Any) -> dict[Path, jax.Array]:
         """Weights of layer i, from rest into use.
 
         Args:
-            values: of all layers at rest, [depth, ...].
+            rest: of all layers, [depth, ...].
         """
-        return {path: self.moves[path].forward(at(values[path], i)) for path in values if path in paths}
+        return {path: self.moves[path](at(rest[path], i)) for path in rest if path in paths}
 
 
 def at(tree: Any, i: Any) -> Any:
@@ -83,7 +84,7 @@ class Pullback:
         return frozenset(source[1] for source in self.sources if source is not None and source[0] == 0)
 
     def __call__(self, saved: Sequence[jax.Array], *arguments: ByKey) -> Callable[[Any], Any]:
-        """Cotangent of x -> those of what was wanted.
+        """Cotangents of (x, floating others after it) -> those of what was wanted.
 
         Args:
             arguments: weights, others, shared.
@@ -99,12 +100,14 @@ def run_and_pull(
     """One layer, and what its way back takes: (x, others after it, arrays to save, pullback)."""
 
     def run(some_weights: ByKey, some_others: ByKey, x: Any, some_shared: ByKey) -> Any:
-        return layer.run({**weights, **some_weights}, {**others, **some_others}, x, {**shared, **some_shared})
+        x, after = layer.run({**weights, **some_weights}, {**others, **some_others}, x, {**shared, **some_shared})
+        floating = {path: array for path, array in after.items() if is_floating(array)}
+        return (x, floating), after
 
     # Between loops, forward and backward share nothing.  Beside them they could, and would keep more than asked for.
     run = jax.checkpoint(run, policy=layer.policy, prevent_cse=not in_loop)
     of_weights, of_others, of_shared = map(chosen, (weights, others, shared), wanted)
-    x, pull, after = jax.vjp(run, of_weights, of_others, x, of_shared, has_aux=True)
+    (x, _), pull, after = jax.vjp(run, of_weights, of_others, x, of_shared, has_aux=True)
     leaves, tree = jax.tree.flatten(pull)
     again = {path: weight for path, weight in weights.items() if not layer.moves[path].keep}
     places = {
@@ -115,6 +118,11 @@ def run_and_pull(
     sources = tuple(places.get(id(leaf)) for leaf in leaves)
     saved = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
     return x, after, saved, Pullback(tree, sources)
+
+
+def is_floating(x: Any) -> bool:
+    """Whether there are gradients of an array."""
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def chosen(values: ByKey, keys: frozenset[Any]) -> dict[Any, Any]:

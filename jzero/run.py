@@ -1,6 +1,7 @@
 """A run: what `setup` returns, to start from, to step and to ask."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ class Specs:
     state: TrainState
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """A model, a loss, an optimizer and a mesh, ready to train.
 
@@ -55,6 +56,19 @@ class Run:
     _step: Any
     _evaluate: Any
     _average_at_rest: Any
+
+    def __repr__(self) -> str:
+        """Mesh, parameters and bytes: a notebook shows what stands on a cell's last line."""
+        mesh = ",".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+        return (
+            f"Run(mesh={mesh}, {self.parameters:,} parameters, {sum(self.at_rest_bytes().values()):,} bytes a device)"
+        )
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the parameters are, frozen ones included."""
+        state = self.abstract_state
+        return sum(math.prod(x.shape) for x in jax.tree.leaves((state.params, state.frozen)))
 
     def init(self) -> TrainState:
         """A new train state, every array born in its shards."""

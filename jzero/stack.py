@@ -4,7 +4,7 @@ It takes an NNX module apart into arrays for `prefetch.py`, where the neighbour 
 under way while a layer computes, and falls back to `nnx.scan` outside of a run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jzero.prefetch import prefetched
-from jzero.pullback import ByKey, Layer
+from jzero.pullback import ByKey, Layer, at
 from jzero.reads import UnsupportedModelError
 from jzero.use import AtRest, Move, at_rest, holding, remat_policy
 from jzero.zero import Path, path_name
@@ -36,18 +36,18 @@ def scan_layers(
     and with `layers_ahead=0`, it is `nnx.scan` over `nnx.remat`, with the same values.
 
     Args:
-        block: one layer's computation.  It is given all arrays that it needs, and closes over none.
+        block: one layer's computation.
         layers: a module whose arrays all have a leading layer dim, as `nnx.vmap` makes it.  What a layer changes beside
             its parameters (random counters, statistics) changes in place.
         x: tree of floating arrays, of the same shapes after every layer.
-        broadcast: what every layer is given as it is.
+        broadcast: arrays, or trees of them, that every layer is given.
         layers_ahead: how many layers ahead parameters are gathered; each costs one layer of memory.
         remat: what a layer keeps for its backward pass, as for `remat_policy`.
 
     Raises:
         ValueError: a negative `layers_ahead`, another word for `remat`, arrays that disagree on the number of layers.
         TypeError: an array of `x` that is not floating.
-        UnsupportedModelError: a layer that adds state to itself, or a loss that depends on a layer's changed state.
+        UnsupportedModelError: a layer that adds state to itself.
     """
     if layers_ahead < 0:
         raise ValueError(f"layers_ahead={layers_ahead}: must be at least 0")
@@ -64,14 +64,15 @@ def scan_layers(
         x = block(layer, x, *jax.tree.unflatten(tree, [shared.get(i, leaf) for i, leaf in enumerate(given_leaves)]))
         return x, _after(layer, leaves, others)
 
-    layer, ahead = Layer(run, moves, policy), min(layers_ahead, depth - 1)
+    ahead = min(layers_ahead, depth - 1)
     if not ahead or not moves:
         return _plain_scan(block, layers, x, broadcast, policy)
     resting = {path: leaves[path].get_raw_value() for path in moves}
     slots = {path: rest.slot for path, rest in resting.items() if rest.slot is not None}
     values = {path: rest.value for path, rest in resting.items()}
     others = {path: _array(leaf) for path, leaf in leaves.items() if at_rest(leaf) is None}
-    x, after = prefetched(layer, depth, ahead)(slots, values, others, x, shared)
+    run, closed_over = _closed(run, moves, values, others, x, shared)
+    x, after = prefetched(Layer(run, moves, policy), depth, ahead)(slots, values, others, x, shared | closed_over)
     nnx.update(layers, nnx.from_flat_state([(path, holding(leaves[path], new)) for path, new in after.items()]))
     return x
 
@@ -83,6 +84,24 @@ def _plain_scan(
     run = nnx.remat(block, policy=policy, prevent_cse=False)
     axes = (0, nnx.Carry, *(None for _ in broadcast))
     return nnx.scan(run, in_axes=axes, out_axes=nnx.Carry, transform_metadata=UNSTACKED)(layers, x, *broadcast)
+
+
+def _closed(
+    run: Callable[..., Any], moves: Mapping[Path, Move], values: ByKey, others: ByKey, x: Any, shared: ByKey
+) -> tuple[Callable[..., Any], dict[str, jax.Array]]:
+    """`run` with the differentiated arrays that the block closes over among its shared ones, and these arrays."""
+
+    def arguments_of_a_layer() -> tuple[Any, ...]:
+        return {path: move.forward(at(values[path], 0)) for path, move in moves.items()}, at(others, 0), x, shared
+
+    converted, arrays = jax.closure_convert(run, *jax.eval_shape(arguments_of_a_layer))
+    closed_over = {f"closed over {i}": array for i, array in enumerate(arrays)}
+
+    def closed(weights: ByKey, others: ByKey, x: Any, shared: ByKey) -> Any:
+        given = {key: array for key, array in shared.items() if key not in closed_over}
+        return converted(weights, others, x, given, *(shared[key] for key in closed_over))
+
+    return (closed, closed_over) if closed_over else (run, {})
 
 
 def _moves(leaves: ByKey) -> dict[Path, Move]:

@@ -17,7 +17,7 @@ import jax
 
 import jzero
 from jzero import compile_cache, data, watch
-from jzero.build import make_batches, make_run, open_data
+from jzero.build import check_memory, make_batches, make_run, open_data
 from jzero.config import Config, ConfigError, load, profile_steps, resolve, to_yaml
 from jzero.description import describe
 from jzero.journal import Journal, RunError, Waiting
@@ -68,6 +68,7 @@ def train(config: Config) -> None:
 
     # The run: three specs per parameter, one compiled step.
     run = make_run(config, mesh)
+    check_memory(run)
 
     # From here on the run leaves traces.
     kept = compile_cache.use(config.run.cache_dir)

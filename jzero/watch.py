@@ -4,6 +4,10 @@ Each says what is known or nothing: a device without a known peak has no utiliza
 its memory has no figure for it.
 """
 
+import math
+import os
+import platform
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -13,6 +17,7 @@ import jax
 
 from jzero import targets
 
+FLUSH_S = 10  # of events; each waits for the disk
 VIEW = "pip install xprof && xprof --logdir"
 
 
@@ -24,6 +29,16 @@ def device_memory() -> dict[str, int]:
             if key in stats:
                 found[name] = max(found.get(name, 0), stats[key])
     return found
+
+
+def memory_limit() -> int | None:
+    """Bytes that a device of this process may hold, None where nobody tells; fake CPU devices share the machine's."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    if jax.default_backend() != "cpu" or not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
 
 
 def utilization(flops_per_token: float) -> Callable[[float], dict[str, float]]:
@@ -44,19 +59,36 @@ class Events:
     """TensorBoard event file of one run; scalars have the names of metrics.jsonl."""
 
     def __init__(self, directory: Path) -> None:
-        from tensorboardX import SummaryWriter  # noqa: PLC0415 (imports torch where it is installed: seconds)
+        from tensorboardX.record_writer import RecordWriter  # noqa: PLC0415 (imports torch where it is installed: seconds)
 
-        self._writer = SummaryWriter(str(directory), flush_secs=10)
+        # Not SummaryWriter: its thread dies of a full disk, and whoever writes then waits for it for ever.
+        name = f"events.out.tfevents.{time.time():.0f}.{platform.node()}.{os.getpid()}"
+        self._records = RecordWriter(str(directory / name))
+        self._flushed = -math.inf
+        self._add(file_version="brain.Event:2")
 
     def write(self, line: Mapping[str, float]) -> None:
-        """The values of one line at its `step`."""
-        for name, value in line.items():
-            if name != "step":
-                self._writer.add_scalar(name, value, int(line["step"]))
+        """The values of one line at its `step`.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        from tensorboardX.proto.summary_pb2 import Summary  # noqa: PLC0415 # pyright: ignore[reportAttributeAccessIssue]
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in line.items() if name != "step"]
+        self._add(step=int(line["step"]), summary=Summary(value=values))
 
     def close(self) -> None:
-        """Writes what is left."""
-        self._writer.close()
+        """No more will be written."""
+        self._records.close()
+
+    def _add(self, **fields: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event  # noqa: PLC0415 # pyright: ignore[reportAttributeAccessIssue]
+
+        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        if time.monotonic() - self._flushed > FLUSH_S:
+            self._records.flush()
+            self._flushed = time.monotonic()
 
 
 class Trace(AbstractContextManager["Trace"]):

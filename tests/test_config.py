@@ -193,6 +193,10 @@ def test_numbers_with_an_exponent_and_the_word_none_mean_the_same_in_a_file(tmp_
         (["--comm.layers_ahead", "3"], ["comm.layers_ahead = 3", "<= 2"]),
         (["--comm.overlap", "maybe"], ["comm.overlap = maybe"]),
         (["--comm.reduce_bucket_bytes", "0"], ["comm.reduce_bucket_bytes = 0", ">= 1, or none"]),
+        (["--optim.lr", "1e39"], ["optim.lr = 1e+39", "range of float32"]),
+        (["--optim.clip_norm", "1e-50"], ["optim.clip_norm = 1e-50", "range of float32"]),
+        (["--optim.plateau_patience", "99999999999"], ["optim.plateau_patience = 99999999999"]),
+        (["--data.path", ""], ["data.path"]),
     ],
 )
 def test_wrong_flags_are_refused_in_one_line(argv, parts):

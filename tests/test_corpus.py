@@ -194,6 +194,7 @@ def test_a_damaged_cache_is_named(tmp_path, tokenizer_file):
     ("line", "words"),
     [
         ("{bad", r"d.jsonl, line 3: not JSON: .*column 2"),
+        ('{"n": ' + "9" * 5000 + "}", "d.jsonl, line 3: Exceeds the limit"),
         ('{"text": "a"} x', "line 3: not JSON"),
         ("[1]", r"line 3: must be an object with the key 'text' \(data.text_key\), not a list"),
         ('{"body": "x", "id": 3}', r"line 3: has no key 'text' \(data.text_key\); its keys: 'body', 'id'"),
@@ -317,3 +318,17 @@ def test_a_file_that_is_gone_is_named(tmp_path):
     (tmp_path / "t.bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"t.bin"):
         file.read(0, 10)
+
+
+def test_a_tokenizer_that_cannot_encode_the_text_is_named(tmp_path):
+    (tmp_path / "t.txt").write_text("some words")
+    tokenizer = Tokenizer(models.WordLevel({"some": 0}, unk_token="[UNK]"))
+    tokenizer.save(str(tmp_path / "few.json"))
+    with pytest.raises(DataError, match=r"data.tokenizer = .*few.json: cannot encode the text: .*UNK"):
+        load(tmp_path / "t.txt", tokenizer=str(tmp_path / "few.json"))
+
+
+def test_a_file_of_numbers_is_not_taken_for_text(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(300, dtype=np.int64))
+    with pytest.raises(DataError, match=r"tokens.npy: holds zero bytes, so it is no text; .* in a .bin"):
+        load(tmp_path / "tokens.npy")

@@ -26,7 +26,8 @@ ROWS = [
     {"assemble"},
     {"offload", "checkpoint"},
     {""},
-    {"build", "description", "run_dir", "journal"},
+    {"description", "run_dir", "journal"},
+    {"build"},
     {"plan", "deepspeed"},
     {"train", "export", "generate"},
 ]

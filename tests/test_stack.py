@@ -211,6 +211,61 @@ def test_any_model_may_call_it(stage, remat, ahead, points):
     assert np.abs(prefetching[0].state["layers", "seen"]).min() > 0
 
 
+class ClosesOver(TwoStreams):
+    """The same table and a mask, taken from where the block stands."""
+
+    def __call__(self, x):
+        gain, few = jnp.tanh(x @ self.table.kernel[...]), (x > 1).astype(jnp.int32)
+
+        def block(layer, streams):
+            return layer(streams, self.table.kernel[...], gain * (1 - few))
+
+        return jzero.scan_layers(block, self.layers, (x, jnp.zeros_like(x)), layers_ahead=self.ahead, remat=self.remat)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=slow), 3])
+def test_a_block_may_close_over_arrays(stage, points):
+    plain, prefetching = (
+        one_step(lambda k=k: ClosesOver(k, "none"), two_streams_loss, "dp=8", points, stage=stage) for k in (0, 1)
+    )
+    assert_same(prefetching, plain)
+    assert np.linalg.norm(prefetching[0].grads["table", "kernel"]) > 0
+
+
+class RunTwice(TwoStreams):
+    """One stack for two passes: what a layer counts and sees goes on from the first to the second."""
+
+    def __call__(self, x):
+        for _ in range(2):
+            x, _ = super().__call__(x)
+        return x, x
+
+
+def smoothness_loss(model, batch):
+    """A gradient in the loss: its own gradient is one of second order."""
+    slope = nnx.grad(lambda model, x: jnp.sum(jnp.sin(model(x)[0])), argnums=1)(model, batch["x"])
+    return jnp.sum(slope**2) + two_streams_loss(model, batch)[0], batch["x"].shape[0]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=slow), 3])
+def test_a_stack_may_run_twice(stage, points):
+    plain, prefetching = (
+        one_step(lambda k=k: RunTwice(k, "none"), two_streams_loss, "dp=8", points, stage=stage) for k in (0, 1)
+    )
+    assert_same(prefetching, plain)
+
+
+@pytest.mark.parametrize(
+    ("stage", "remat"), [pytest.param(0, "none", marks=slow), (3, "none"), pytest.param(2, "full", marks=slow)]
+)
+def test_a_loss_may_have_gradients_in_it(stage, remat, points):
+    plain, prefetching = (
+        one_step(lambda k=k: TwoStreams(k, remat), smoothness_loss, "dp=8", points, stage=stage) for k in (0, 1)
+    )
+    assert np.linalg.norm(plain[0].grads["layers", "up", "kernel"]) > 0
+    assert_same(prefetching, plain)
+
+
 def test_outside_of_a_run_it_is_a_function_of_the_module(points):
     model = TwoStreams(1, "none")
     x, y = model(points["x"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -102,6 +103,15 @@ def test_a_directory_that_cannot_be_made_is_refused(capsys, tmp_path, monkeypatc
     )
     with pytest.raises(ConfigError, match=r"run.dir = /proc/self/run: "):  # refuses root as well
         make_run_dir("/proc/self/run")
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_made(capsys, tmp_path):
+    sizes = ["--model.preset", "llama-3-70b", "--batch_size", batch_for_these_devices()]
+    message = refused(capsys, tmp_path, *sizes, "--run.dir", "large")
+    assert re.search(
+        r"a run takes .* GiB of each of \d+ devices, which have .*iB, for state and gradients alone", message
+    )
+    assert not (tmp_path / "large").exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -307,9 +317,9 @@ def held(document, fraction):
 LINES = {
     "adamw": "lr 0.003, weight_decay 0.1, b1 0.9, b2 0.95, eps 1e-08); weight decay on 16 of 21 leaves",
     "lion": "lr 0.001, weight_decay 0.3, b1 0.9, b2 0.99); weight decay on 16 of 21 leaves",
-    "adafactor": "lr 0.01, weight_decay 0.0, eps 1e-30); weight decay on 16 of 21 leaves",
-    "sgd": "lr 0.1, weight_decay 0.0, momentum 0.9, nesterov False); weight decay on 16 of 21 leaves",
-    "muon": "eps 1e-08); weight decay on 16 of 21 leaves, 14 of them orthogonalised",
+    "adafactor": "lr 0.01, weight_decay 0.0, eps 1e-30); weight decay on none of 21 leaves",
+    "sgd": "lr 0.1, weight_decay 0.0, momentum 0.9, nesterov False); weight decay on none of 21 leaves",
+    "muon": "eps 1e-08); weight decay on 16 of 21 leaves, 14 orthogonalised",
 }
 
 

@@ -237,3 +237,10 @@ def test_the_host_keeps_the_devices_busy_in_the_default_run(tmp_path):
     done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=600)
     steps, share = re.search(r"^(\d+) steps: .* in ([\d.]+)% of the time$", done.stdout, re.MULTILINE).groups()
     assert (int(steps), float(share) < 2.0) == (30, True), done.stdout
+
+
+def test_events_that_cannot_be_written_are_an_error_at_once(tmp_path):
+    events = watch.Events(tmp_path)
+    events._records.close()
+    with pytest.raises((OSError, ValueError), match="closed file"):
+        events.write({"step": 1, "loss": 2.0})

@@ -17,7 +17,9 @@ _MIXTURE_TOLERANCE = 1e-6  # thirds are written with a few digits
 class Config(Section):
     """All settings of a run."""
 
-    stage: int = Field(3, ge=0, le=3, description="ZeRO: 1 shards optimizer state, 2 gradients too, 3 parameters too")
+    stage: int = Field(
+        3, ge=0, le=3, description="ZeRO: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too"
+    )
     mesh: str = Field("dp=-1", description="axis sizes such as node=2,dp=4,tp=2; -1 is what is left")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="of parameters, dropout and data order")
     steps: Count = Field(600, description="optimizer steps")

@@ -13,6 +13,7 @@ from jzero.models.decoder_config import Biases, DecoderConfig, Mlp, Norm, Remat
 from jzero.models.positions import RopeScaling
 from jzero.models.presets import PRESETS, preset_fields
 
+FLOAT32 = (1.1754944e-38, 3.4028234e38)  # smallest and largest normal numbers
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 NonNegativeCount = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
@@ -39,6 +40,17 @@ class Section(BaseModel):
             return values
         empty = {key for key, field in cls.model_fields.items() if kind_of(field)[1] and values.get(key) == "none"}
         return {key: None if key in empty else value for key, value in values.items()}
+
+    @pydantic.model_validator(mode="after")
+    def _float32(self) -> Self:
+        """Numbers are used in float32, where smaller ones are 0 and larger ones infinite."""
+        for key, value in self:
+            if isinstance(value, float) and value and not FLOAT32[0] <= abs(value) <= FLOAT32[1]:
+                where = f"{type(self).__name__.lower()}.{key}"
+                raise ValueError(
+                    f"{where} = {value}: must be in the range of float32, {FLOAT32[0]:.2g} to {FLOAT32[1]:.2g}"
+                )
+        return self
 
 
 class Model(Section):
@@ -107,7 +119,9 @@ class Model(Section):
 class MixtureSource(Section):
     """One source of `data.mixture`; what it does not say is as in `data`."""
 
-    path: str | None = Field(description="file or directory; none: the sources of Python's standard library")
+    path: str | None = Field(
+        min_length=1, description="file or directory; none: the sources of Python's standard library"
+    )
     weight: Positive = Field(description="part of the training sequences that come from here; all sum to 1")
     glob: str | None = Field(None, min_length=1, description="which files of a directory")
     format: Literal["text", "jsonl", "tokens", "auto"] | None = Field(None, description="of the files")
@@ -118,7 +132,9 @@ class MixtureSource(Section):
 class Data(Section):
     """What is read, and how it becomes sequences."""
 
-    path: str | None = Field(None, description="file or directory; none: the sources of Python's standard library")
+    path: str | None = Field(
+        None, min_length=1, description="file or directory; none: the sources of Python's standard library"
+    )
     glob: str = Field("**/*", min_length=1, description="which files of a directory")
     format: Literal["text", "jsonl", "tokens", "auto"] = Field(
         "auto", description="of the files; auto: .jsonl and .ndjson are JSONL, .bin are tokens, all others text"
@@ -172,7 +188,10 @@ class Optim(Section):
     schedule: recipes.ScheduleName = Field("cosine", description="course of lr after the warm-up")
     min_lr_ratio: Fraction = Field(0.1, description="last learning rate / lr; plateaus do not go below it either")
     plateau_patience: int | None = Field(
-        None, ge=1, description="windows without a lower loss after which lr is multiplied by plateau_factor; none: off"
+        None,
+        ge=1,
+        lt=2**31,
+        description="windows without a lower loss after which lr is multiplied by plateau_factor; none: off",
     )
     plateau_factor: float = Field(0.5, gt=0, lt=1, description="what a plateau of the loss multiplies lr by")
     plateau_window: Count = Field(10, description="steps in a window, whose mean loss is compared with the lowest")

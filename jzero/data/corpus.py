@@ -14,6 +14,8 @@ from jzero.data.text import jsonl_pieces, text_pieces
 from jzero.data.tokenizer import Encoding, encoding_of, eos_id
 from jzero.data.tokens import TokenArray, TokenFile, Tokens, check_form, dtype_for, scan, token_files
 
+LOOKED_AT = 1 << 16  # first bytes of a file that tell whether it is text
+
 
 @dataclass(frozen=True)
 class Source:
@@ -94,7 +96,14 @@ def open_corpus(
 
 
 def _from_bytes(files: Sequence[Path], source: Source, encoding: Encoding) -> Corpus:
-    tokens = Tokens(token_files(files, "uint8"), encoding.eos)
+    opened = token_files(files, "uint8")
+    for file in opened:
+        if not file.read(0, min(file.count, LOOKED_AT)).all():
+            raise DataError(
+                f"{file.path}: holds zero bytes, so it is no text; token files are bare numbers in a .bin, "
+                f"or name data.format"
+            )
+    tokens = Tokens(opened, encoding.eos)
     return Corpus(tokens, np.append(tokens.begins, len(tokens)), source.name, "bytes")
 
 

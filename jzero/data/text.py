@@ -84,6 +84,8 @@ def _text_of(line: bytes, key: str, where: str) -> str:
         raise DataError(f"{where}: byte {error.start + 1} is not UTF-8") from None
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON: {error.msg}, column {error.colno}") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise DataError(f"{where}: {str(error).partition(';')[0]}") from None
     except RecursionError:
         raise DataError(f"{where}: nested too deeply") from None
     if not isinstance(value, dict):

@@ -1,5 +1,6 @@
 """Text to token ids: as bytes, or by a `tokenizer.json` of the tokenizers library."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -108,10 +109,16 @@ def _tokenizer(path: str, eos: str | int | None, vocab: int) -> Encoding:
         size=size,
         eos=_eos_of(tokenizer, path, eos, size),
         digest=hashlib.blake2b(raw, digest_size=16).hexdigest() + f" tokenizers {tokenizers.__version__}",
-        encode=lambda texts: [
-            np.asarray(e.ids, np.uint32) for e in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        ],
+        encode=functools.partial(_encode, tokenizer, path),
     )
+
+
+def _encode(tokenizer: Any, path: str, texts: Sequence[str]) -> list[np.ndarray]:
+    try:
+        encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    except Exception as error:  # noqa: BLE001 (the library raises no narrower one)
+        raise DataError(f"data.tokenizer = {path}: cannot encode the text: {error}") from None
+    return [np.asarray(e.ids, np.uint32) for e in encoded]
 
 
 def _eos_of(tokenizer: Any, path: str, eos: str | int | None, size: int) -> int | None:
