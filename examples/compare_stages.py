@@ -114,7 +114,7 @@ def table(stages: list[Stage]) -> str:
 def plot(stages: list[Stage], args: argparse.Namespace) -> None:
     """Loss curves on the left, one over the other; bytes of one device on the right."""
     try:
-        from matplotlib import pyplot as plt
+        from matplotlib import pyplot as plt  # pyright: ignore[reportMissingImports] (extra plot)
     except ImportError:
         print("no plot: pip install -e '.[plot]' brings matplotlib")
         return
