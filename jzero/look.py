@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jzero.gradients import abstract_rows
 from jzero.probe import LossFn, Probe, layer_dims, probe
-from jzero.template import Template, split_abstract, value_of
+from jzero.template import Template, split_abstract
+from jzero.use import value_of
 from jzero.zero import Leaf, Path, tp_spec
 
 

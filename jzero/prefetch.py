@@ -38,21 +38,21 @@ def prefetched(layer: Layer, depth: int, ahead: int) -> Callable[..., tuple[Any,
         ahead: at least 1, and less than `depth`.
 
     Returns:
-        (slots, values, others, x, shared) -> (x, others after the last layer).  All but `x` and `shared` are stacked,
-        [depth, ...]: `slots` take the gradients of weights that rest as `values`; `others` is what else a layer holds.
+        (rest, others, x, shared) -> (x, others after the last layer).  `rest`, the weights at rest, whose slots take
+        their gradients, and `others`, what else a layer holds, are stacked, [depth, ...].
     """
 
     @jax.custom_vjp
-    def through(slots: ByKey, values: ByKey, others: ByKey, x: Any, shared: ByKey) -> Any:
+    def through(rest: Mapping[Path, AtRest], others: ByKey, x: Any, shared: ByKey) -> Any:
         def run_one(i: Any, weights: ByKey, x: Any, *, in_loop: bool) -> Any:  # noqa: ARG001
             return *layer.run(weights, at(others, i), x, shared), []
 
-        return _forward(layer, depth, ahead, _rest(slots, values), x, run_one)[0]
+        return _forward(layer, depth, ahead, rest, x, run_one)[0]
 
-    def forward(slots: ByKey, values: ByKey, others: ByKey, x: Any, shared: ByKey) -> Any:
-        wanted = Wanted(frozenset(slots), _perturbed(others), _perturbed(shared))
-        slots, values, others, x, shared = jax.tree.map(lambda p: p.value, (slots, values, others, x, shared))
-        rest = _rest(slots, values)
+    def forward(rest: Mapping[Path, AtRest], others: ByKey, x: Any, shared: ByKey) -> Any:
+        trained = frozenset(path for path, weight in rest.items() if weight.slot is not None)
+        wanted = Wanted(trained, _perturbed(others), _perturbed(shared))
+        rest, others, x, shared = jax.tree.map(lambda primal: primal.value, (rest, others, x, shared))
         pullbacks: dict[int | None, Pullback] = {}
 
         def run_one(i: Any, weights: ByKey, x: Any, *, in_loop: bool) -> Any:
@@ -94,7 +94,9 @@ def prefetched(layer: Layer, depth: int, ahead: int) -> Callable[..., tuple[Any,
         carry, _ = lax.scan(body, carry, (jnp.arange(depth - ahead), of_loop), reverse=True)
         d_others = {path: carry.d_others.get(path) for path in others}
         d_shared = {key: carry.d_shared.get(key) for key in shared}
-        return carry.scattered(layer, 0), None, d_others, carry.dx, d_shared
+        grads = carry.scattered(layer, 0)
+        d_rest = {path: AtRest(grads.get(path), None) for path in rest}  # pyright: ignore[reportArgumentType] (no gradient)
+        return d_rest, d_others, carry.dx, d_shared
 
     through.defvjp(forward, backward, symbolic_zeros=True)
     return through
@@ -184,11 +186,6 @@ class _Static:
     """What backward has to know from forward that is no array."""
 
     value: Any
-
-
-def _rest(slots: ByKey, values: ByKey) -> dict[Path, AtRest]:
-    # Through the slot a weight in use is differentiated once more, where a loss has gradients in it.
-    return {path: AtRest(slots.get(path), value) for path, value in values.items()}
 
 
 def _perturbed(primals: Mapping[Any, Any]) -> frozenset[Any]:

@@ -45,7 +45,7 @@ class Layer:
         return frozenset(self.moves) - self.gathered
 
     def bring(self, paths: frozenset[Path], rest: Mapping[Path, AtRest], i: Any) -> dict[Path, jax.Array]:
-        """Weights of layer i, from rest into use.
+        """Weights of layer i, from rest into use; through their slots, as a loss may have gradients in it.
 
         Args:
             rest: of all layers, [depth, ...].

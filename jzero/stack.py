@@ -14,7 +14,7 @@ from flax import nnx
 from jzero.prefetch import prefetched
 from jzero.pullback import ByKey, Layer, at
 from jzero.reads import UnsupportedModelError
-from jzero.use import AtRest, Move, at_rest, holding, remat_policy
+from jzero.use import AtRest, Move, at_rest, holding, remat_policy, value_of
 from jzero.zero import Path, path_name
 
 Carry = TypeVar("Carry")
@@ -67,12 +67,10 @@ def scan_layers(
     ahead = min(layers_ahead, depth - 1)
     if not ahead or not moves:
         return _plain_scan(block, layers, x, broadcast, policy)
-    resting = {path: leaves[path].get_raw_value() for path in moves}
-    slots = {path: rest.slot for path, rest in resting.items() if rest.slot is not None}
-    values = {path: rest.value for path, rest in resting.items()}
+    rest = {path: value_of(leaves[path]) for path in moves}
     others = {path: _array(leaf) for path, leaf in leaves.items() if at_rest(leaf) is None}
-    run, closed_over = _closed(run, moves, values, others, x, shared)
-    x, after = prefetched(Layer(run, moves, policy), depth, ahead)(slots, values, others, x, shared | closed_over)
+    run, closed_over = _closed(Layer(run, moves, policy), rest, others, x, shared)
+    x, after = prefetched(Layer(run, moves, policy), depth, ahead)(rest, others, x, shared | closed_over)
     nnx.update(layers, nnx.from_flat_state([(path, holding(leaves[path], new)) for path, new in after.items()]))
     return x
 
@@ -87,21 +85,21 @@ def _plain_scan(
 
 
 def _closed(
-    run: Callable[..., Any], moves: Mapping[Path, Move], values: ByKey, others: ByKey, x: Any, shared: ByKey
+    layer: Layer, rest: Mapping[Path, AtRest], others: ByKey, x: Any, shared: ByKey
 ) -> tuple[Callable[..., Any], dict[str, jax.Array]]:
-    """`run` with the differentiated arrays that the block closes over among its shared ones, and these arrays."""
+    """`layer.run` with the differentiated arrays that the block closes over among its shared ones, and these arrays."""
 
-    def arguments_of_a_layer() -> tuple[Any, ...]:
-        return {path: move.forward(at(values[path], 0)) for path, move in moves.items()}, at(others, 0), x, shared
+    def arguments() -> tuple[Any, ...]:
+        return layer.bring(frozenset(layer.moves), rest, 0), at(others, 0), x, shared
 
-    converted, arrays = jax.closure_convert(run, *jax.eval_shape(arguments_of_a_layer))
+    converted, arrays = jax.closure_convert(layer.run, *jax.eval_shape(arguments))
     closed_over = {f"closed over {i}": array for i, array in enumerate(arrays)}
 
     def closed(weights: ByKey, others: ByKey, x: Any, shared: ByKey) -> Any:
         given = {key: array for key, array in shared.items() if key not in closed_over}
         return converted(weights, others, x, given, *(shared[key] for key in closed_over))
 
-    return (closed, closed_over) if closed_over else (run, {})
+    return (closed, closed_over) if closed_over else (layer.run, {})
 
 
 def _moves(leaves: ByKey) -> dict[Path, Move]:
@@ -144,7 +142,7 @@ def _after(layer: nnx.Module, leaves: ByKey, others: ByKey) -> dict[Path, Any]:
 
 def _array(leaf: Any) -> Any:
     """The array that a leaf holds; of a parameter at rest its value."""
-    raw = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+    raw = value_of(leaf)
     return raw.value if isinstance(raw, AtRest) else raw
 
 

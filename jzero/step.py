@@ -23,7 +23,8 @@ from jzero.collectives import over_data
 from jzero.gradients import Gradients, abstract_rows
 from jzero.mesh import DATA_AXES
 from jzero.optim import Optimizer
-from jzero.template import Template, split_model, value_of
+from jzero.template import Template, split_model
+from jzero.use import value_of
 from jzero.zero import Layout, Path, data_part, path_name
 
 Metrics = dict[str, jax.Array]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jzero.reads import UnsupportedModelError
-from jzero.use import with_move
+from jzero.use import holding, value_of, with_move
 from jzero.zero import Path, path_name
 
 
@@ -40,8 +40,15 @@ class Template:
             moves: for the parameters that are not whole yet, what takes the raw value to the value in use.
         """
         variables = {**self.trained, **self.frozen}
-        leaves = {path: _filled(path, variables[path], value, moves.get(path)) for path, value in params.items()}
-        leaves |= {path: _filled(path, self.state[path], value, None) for path, value in state.items()}
+        leaves = {
+            path: (
+                with_move(variables[path], value, moves[path], path_name(path))
+                if path in moves
+                else holding(variables[path], value)
+            )
+            for path, value in params.items()
+        }
+        leaves |= {path: holding(self.state[path], value) for path, value in state.items()}
         return nnx.merge(self.graphdef, nnx.from_flat_state(leaves.items()))
 
     def state_of(self, model: nnx.Module) -> dict[Path, Any]:
@@ -60,19 +67,6 @@ class Template:
         found = dict(nnx.to_flat_state(nnx.state(model)))
         paths = (self.trained.keys() | self.frozen.keys()) - self.early
         return {path: value_of(found[path]) for path in paths if path in found}
-
-
-def value_of(leaf: Any) -> Any:
-    """The array of a state's leaf, which is a Variable or an array."""
-    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-
-
-def _filled(path: Path, variable: Any, value: Any, move: Callable[..., Any] | None) -> Any:
-    if not isinstance(variable, nnx.Variable):
-        return value
-    if move is None:
-        return type(variable).from_metadata(value, variable.get_metadata())
-    return with_move(variable, value, move, path_name(path))
 
 
 def split_abstract(model_fn: Callable[[], nnx.Module], trainable: Any) -> Template:

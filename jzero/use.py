@@ -175,6 +175,11 @@ def at_rest(leaf: Any) -> Callable[[Any], jax.Array] | None:
     return leaf.get_metadata(_USE) if isinstance(leaf, nnx.Variable) and leaf.has_metadata(_USE) else None
 
 
+def value_of(leaf: Any) -> Any:
+    """The array of a leaf of a module's state, which is a Variable or an array."""
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
 def holding(leaf: Any, value: Any) -> Any:
     """A leaf of a module's state as the model made it, with `value`: a Variable of the same type, or the array."""
     if not isinstance(leaf, nnx.Variable):
