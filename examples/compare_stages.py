@@ -88,7 +88,7 @@ def train(stages: list[Stage], args: argparse.Namespace) -> None:
     """The same batches through every stage, in turns, so that a busy machine is busy for all of them."""
     windows, _ = data.split_windows(data.open_corpus(data.Source(), vocab=256).tokens, SEQ_LEN, 0.0)
     states = [stage.run.init() for stage in stages]
-    for batch in data.batches(windows, args.batch_size, seed=0, stop=args.steps):
+    for batch in data.batches(windows, args.batch_size, seed=0, count=args.steps):
         for i, stage in enumerate(stages):
             start = time.perf_counter()
             states[i], metrics = stage.run.step(states[i], batch)

@@ -39,21 +39,27 @@ def open_data(config: Config) -> list[data.Part]:
 
 
 def make_batches(
-    config: Config, mesh: jax.sharding.Mesh, parts: Sequence[data.Part]
+    config: Config,
+    mesh: jax.sharding.Mesh,
+    parts: Sequence[data.Part],
+    start_step: int = 0,
+    first_sample: int = 0,
 ) -> tuple[Iterator[data.Batch], data.EvalBatches]:
-    """(batches to train on, batches to evaluate), of each this process's own rows.
+    """(batches of the steps that are left, batches to evaluate), of each this process's own rows.
 
     Args:
         config: resolved.
         mesh: whose devices say which rows those are.
         parts: of the config's sources, in their order.
+        start_step, first_sample: how many steps are done, and how many samples of the stream they were trained on.
 
     Raises:
         DataError: the weights of a mixture do not sum to 1.
     """
     reading = {"rows": meshes.process_rows(mesh, config.batch_size), "prefetch": config.data.prefetch}
     samples = data.all_training(parts, [source.weight for source in _sources(config.data)])
-    batches = data.batches(samples, config.batch_size, seed=config.seed, stop=config.steps, **reading)
+    left = max(0, config.steps - start_step)
+    batches = data.batches(samples, config.batch_size, seed=config.seed, first=first_sample, count=left, **reading)
     evals = data.EvalBatches(data.all_held_out(parts), config.batch_size, config.data.eval_batches, **reading)
     return batches, evals
 

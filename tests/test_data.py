@@ -1,4 +1,4 @@
-"""The data: disjoint parts, and an order that is a function of (seed, step) alone."""
+"""The data: disjoint parts, and an order that is a function of the seed and the position in the stream alone."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def tokens(iterator):
 
 
 def one_step(windows, step, **kwargs):
-    return next(data.batches(windows, 8, seed=1, start=step, stop=step + 1, **kwargs))["tokens"]
+    return next(data.batches(windows, 8, seed=1, first=step * 8, count=1, **kwargs))["tokens"]
 
 
 def test_a_batch_is_a_host_array_of_int32(windows):
@@ -37,19 +37,90 @@ def test_a_batch_is_a_host_array_of_int32(windows):
     assert (batch.shape, batch.dtype) == ((8, 5), np.int32)
 
 
-def test_the_order_is_a_function_of_seed_and_step(windows):
-    whole = tokens(data.batches(windows, 8, seed=1, stop=300))
+def test_the_order_is_a_function_of_seed_and_position(windows):
+    whole = tokens(data.batches(windows, 8, seed=1, count=300))
     for step in (0, 1, 124, 125, 299):  # an epoch has 125 batches
         np.testing.assert_array_equal(one_step(windows, step), whole[step])
-    resumed = tokens(data.batches(windows, 8, seed=1, start=120, stop=300))
-    np.testing.assert_array_equal(resumed, whole[120:])
+
+
+def small_mixture():
+    small = data.Windows(np.arange(10_000, 10_093), np.arange(0, 92, 4), 4)  # 23 sequences
+    return data.Mixture([data.Windows(np.arange(157), np.arange(0, 156, 4), 4), small], [0.6, 0.4])  # 39 and 23
+
+
+STREAMS = {"windows": lambda: data.Windows(np.arange(151), np.arange(0, 148, 4), 4), "mixture": small_mixture}  # 37
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_run_split_after_any_step_reads_what_the_unsplit_one_reads(stream):
+    samples = STREAMS[stream]()
+    whole = tokens(data.batches(samples, 4, seed=1, count=30))  # 120 samples: more than three epochs of 37
+    for k in range(31):
+        before = tokens(data.batches(samples, 4, seed=1, count=k))
+        after = tokens(data.batches(samples, 4, seed=1, first=4 * k, count=30 - k))
+        np.testing.assert_array_equal(np.array(before + after), whole)
+
+
+def starts_and_ids(samples, sessions, rows=None):
+    """First tokens of what sessions of (batch size, batches) read one after the other, and the ids said for them.
+
+    Args:
+        rows: batch size -> the rows of each process.
+    """
+    starts, ids, position = [], [], 0
+    for batch_size, count in sessions:
+        of_processes = [slice(None)] if rows is None else rows(batch_size)
+        read = [
+            tokens(data.batches(samples, batch_size, seed=1, first=position, count=count, rows=r)) for r in of_processes
+        ]
+        starts += [int(row[0]) for batch in zip(*read, strict=True) for part in batch for row in part]
+        ids += data.sample_ids(samples, seed=1, first=position, count=batch_size * count)
+        position += batch_size * count
+    return starts, ids
+
+
+def halves(batch_size):
+    return [np.arange(p, batch_size, 2) for p in range(2)]
+
+
+SESSIONS = [(8, 5), (2, 3), (2, 7), (12, 4), (6, 1)]  # shrink, resume again, grow, shrink: 114 samples
+
+
+@pytest.mark.parametrize("rows", [None, halves], ids=["one process", "two processes"])
+@pytest.mark.parametrize("stream", STREAMS)
+def test_no_sample_is_lost_and_none_read_twice_whatever_the_batch_size_becomes(stream, rows):
+    samples = STREAMS[stream]()
+    unsplit, ids = starts_and_ids(samples, [(1, 114)])
+    split, split_ids = starts_and_ids(samples, SESSIONS, rows)
+    assert split_ids == ids
+    assert sorted(split) == sorted(unsplit)
+    if rows is None:
+        assert split == unsplit
+    parts = samples.parts if isinstance(samples, data.Mixture) else [samples]
+    assert [int(parts[source][index]["tokens"][0]) for source, index in ids] == unsplit
+    for source, part in enumerate(parts):  # every epoch of every source has every sample once
+        mine = [index for s, index in ids if s == source]
+        for begin in range(0, len(mine) - len(part) + 1, len(part)):
+            assert sorted(mine[begin : begin + len(part)]) == list(range(len(part)))
+        assert len(set(mine[len(mine) // len(part) * len(part) :])) == len(mine) % len(part)
+
+
+def test_ids_are_known_without_reading_and_far_along_the_stream():
+    class Unread(data.Windows):
+        def __getitem__(self, index):
+            raise AssertionError("read")
+
+    samples = Unread(np.zeros(41, np.uint8), np.arange(10) * 4, 4)
+    far = data.sample_ids(samples, seed=0, first=10**12, count=10)
+    assert sorted(far) == [(0, i) for i in range(10)]
+    assert data.sample_ids(samples, seed=0, count=0) == []
 
 
 def test_two_interpreters_read_the_same_order(tmp_path):
     program = (
         "import sys, hashlib, numpy as np\nfrom jzero import data\n"
         "w = data.Windows(np.arange(4001) % 251, np.arange(0, 4000, 4), 4)\n"
-        "b = [x['tokens'] for x in data.batches(w, 8, seed=1, stop=20)]\n"
+        "b = [x['tokens'] for x in data.batches(w, 8, seed=1, count=20)]\n"
         "sys.stdout.write(hashlib.sha256(np.array(b).tobytes()).hexdigest())"
     )
     runs = [subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True) for _ in "ab"]
@@ -58,7 +129,9 @@ def test_two_interpreters_read_the_same_order(tmp_path):
 
 def test_an_epoch_has_every_window_once_and_the_next_has_another_order(windows):
     def starts(first, last):
-        return [int(w[0]) for b in tokens(data.batches(numbered, 8, seed=1, start=first, stop=last)) for w in b]
+        return [
+            int(w[0]) for b in tokens(data.batches(numbered, 8, seed=1, first=8 * first, count=last - first)) for w in b
+        ]
 
     numbered = data.Windows(np.arange(4001), windows.starts, 4)
     first, second = starts(0, 125), starts(125, 250)
@@ -69,8 +142,8 @@ def test_an_epoch_has_every_window_once_and_the_next_has_another_order(windows):
 
 def test_seeds_share_no_epoch(windows):
     # grain seeds epoch e with seed + e: without hashing, epoch 1 of seed 0 would be epoch 0 of seed 1.
-    second_epoch = tokens(data.batches(windows, 8, seed=0, start=125, stop=135))
-    first_epoch = tokens(data.batches(windows, 8, seed=1, start=0, stop=10))
+    second_epoch = tokens(data.batches(windows, 8, seed=0, first=125 * 8, count=10))
+    first_epoch = tokens(data.batches(windows, 8, seed=1, count=10))
     assert not np.array_equal(second_epoch, first_epoch)
 
 
@@ -89,7 +162,7 @@ def test_batches_are_read_ahead_off_the_main_thread():
             seen.append(threading.current_thread())
             return super().__getitem__(index)
 
-    it = data.batches(Recorded(np.zeros(41, np.uint8), np.arange(10) * 4, 4), 2, seed=0, stop=100, prefetch=3)
+    it = data.batches(Recorded(np.zeros(41, np.uint8), np.arange(10) * 4, 4), 2, seed=0, count=100, prefetch=3)
     next(it)
     deadline = time.monotonic() + 10
     while len(seen) < 2 * 4 and time.monotonic() < deadline:
@@ -183,7 +256,7 @@ def test_a_part_without_a_sequence_is_refused():
         data.split_windows(np.zeros(200, np.uint8), 128, 0.9)
     train, held_out = data.split_windows(np.zeros(129, np.uint8), 128, 0.0)
     assert (len(train), len(held_out)) == (1, 0)
-    assert len(tokens(data.batches(train, 4, seed=0, stop=3))) == 3
+    assert len(tokens(data.batches(train, 4, seed=0, count=3))) == 3
 
 
 @pytest.mark.parametrize(("batch_size", "count"), [(8, None), (7, None), (999, None), (1001, 1), (2000, 3), (300, 4)])
@@ -220,21 +293,21 @@ def test_a_source_of_a_mixture_repeats_nothing_before_its_epoch_ends():
     small = data.Windows(np.arange(10_000, 10_401), np.arange(0, 400, 4), 4)  # 100 sequences
     large = data.Windows(np.arange(4001), np.arange(0, 4000, 4), 4)
     mixture = data.Mixture([large, small], [0.75, 0.25])
-    starts = [int(w[0]) for b in tokens(data.batches(mixture, 8, seed=3, stop=125)) for w in b]
+    starts = [int(w[0]) for b in tokens(data.batches(mixture, 8, seed=3, count=125)) for w in b]
     from_small = [s for s in starts if s >= 10_000]
     assert len(from_small) == 250
     assert sorted(from_small[:100]) == sorted(from_small[100:200]) == list(range(10_000, 10_400, 4))
     assert from_small[:100] != from_small[100:200]
     assert len(set(starts) - set(from_small)) == 750
-    assert starts[:8] != [int(w[0]) for b in tokens(data.batches(mixture, 8, seed=4, stop=1)) for w in b]
+    assert starts[:8] != [int(w[0]) for b in tokens(data.batches(mixture, 8, seed=4, count=1)) for w in b]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_a_mixture_is_read_by_rows_and_from_any_step(windows, processes):
     mixture = data.Mixture([windows, data.Windows(np.arange(500), np.arange(0, 400, 4), 4)], [0.6, 0.4])
-    whole = tokens(data.batches(mixture, 8, seed=1, stop=50))
+    whole = tokens(data.batches(mixture, 8, seed=1, count=50))
     rows = [np.arange(p, 8, processes) for p in range(processes)]  # rows need not lie next to each other
-    parts = [tokens(data.batches(mixture, 8, seed=1, start=40, stop=50, rows=r)) for r in rows]
+    parts = [tokens(data.batches(mixture, 8, seed=1, first=40 * 8, count=10, rows=r)) for r in rows]
     for r, part in zip(rows, parts, strict=True):
         np.testing.assert_array_equal(part, np.array(whole)[40:, r])
 

@@ -130,11 +130,11 @@ def test_too_few_documents_to_hold_any_out_are_refused():
 
 def test_packed_batches_are_in_an_order_and_are_read_by_rows():
     rows = packed(some_lengths(4, 4000), 64)
-    whole = list(data.batches(rows, 8, seed=1, stop=60))
+    whole = list(data.batches(rows, 8, seed=1, count=60))
     assert whole[0].keys() == data.shapes(8, 64, "documents").keys()
     for name, shape in data.shapes(8, 64, "documents").items():
         assert (whole[0][name].shape, whole[0][name].dtype) == (shape.shape, shape.dtype)
-    parts = [list(data.batches(rows, 8, seed=1, start=50, stop=60, rows=slice(p, p + 2))) for p in (0, 2, 4, 6)]
+    parts = [list(data.batches(rows, 8, seed=1, first=50 * 8, count=10, rows=slice(p, p + 2))) for p in (0, 2, 4, 6)]
     for name in whole[0]:
         joined = np.concatenate([[b[name] for b in part] for part in parts], axis=1)
         np.testing.assert_array_equal(joined, [b[name] for b in whole[50:]])

@@ -1,4 +1,4 @@
-"""Batches out of text, JSONL and token files, in an order that is a function of (seed, step) alone.
+"""Batches out of text, JSONL and token files, in an order that is a function of the seed alone.
 
 A *corpus* is a stream of tokens and the places where its documents begin.  What is read decides the documents: a text
 file is one, a line of JSONL is one, in a token file one ends after each end-of-document token (`eos`).  Between two
@@ -15,16 +15,16 @@ repeats itself is in both parts: some of the standard library's held-out windows
 (code pages, boilerplate), and a model's loss is lower there.  Compare models on one split with each other, not with
 results on other text.
 
-Batch k of training holds the samples k * batch_size … of an endless stream (`order.py`): epochs, each a permutation of
-all samples drawn from (seed, epoch), or a mixture of several such streams by weight.  Nothing else enters: not the
-mesh, not the number of processes, not the batches read before.  Reading can start at any step, and a process reads
-some rows of every batch only.
+Training reads an endless stream of samples (`order.py`): epochs, each a permutation of all samples drawn from
+(seed, epoch), or a mixture of several such streams by weight.  Nothing else enters: not the batch size, not the mesh,
+not the number of processes, not what was read before.  A batch is the next batch_size samples.  Reading can start after
+any number of samples, and a process reads some rows of every batch only.
 """
 
 from jzero.data.corpus import Corpus, Source, open_corpus
 from jzero.data.errors import ChangedError, DataError
 from jzero.data.files import files_of, standard_library
-from jzero.data.order import Batch, EvalBatches, Mixture, batches, shapes
+from jzero.data.order import Batch, EvalBatches, Mixture, batches, sample_ids, shapes
 from jzero.data.packing import Packed, split_documents
 from jzero.data.parts import Part, all_held_out, all_training, describe, open_parts, split_corpus
 from jzero.data.windows import Windows, split_windows
@@ -47,6 +47,7 @@ __all__ = [
     "files_of",
     "open_corpus",
     "open_parts",
+    "sample_ids",
     "shapes",
     "split_corpus",
     "split_documents",

@@ -1,8 +1,8 @@
-"""Which samples are in which batch: a function of (seed, step), and reading them ahead."""
+"""Which samples are in which batch: a function of the seed and the position in an endless stream, and reading ahead."""
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, Protocol
@@ -80,19 +80,22 @@ def batches(
     batch_size: int,
     *,
     seed: int,
-    start: int = 0,
-    stop: int,
+    first: int = 0,
+    count: int,
     rows: Rows = ALL,
     prefetch: int = 4,
 ) -> Iterator[Batch]:
-    """Training batches start … stop - 1, read ahead by a thread of grain's.
+    """The next batches of training after a position in the stream, read ahead by a thread of grain's.
+
+    Batch k holds the samples first + k * batch_size … of the stream.  So reading goes on where it stopped, at the very
+    next sample, also with another batch size.
 
     Args:
         samples: the training part.
         batch_size: sequences per step over all processes.
         seed: of the order; two seeds have no epoch in common.
-        start: first step; the batches are those a reader from step 0 would meet there.
-        stop: step after the last.
+        first: samples of the stream that were trained on before.
+        count: how many batches.
         rows: which rows of every batch to read; a process of several reads its own.
         prefetch: batches read ahead.
 
@@ -100,13 +103,28 @@ def batches(
         An iterator over dicts of host arrays: "tokens" int32[rows of the batch, seq_len + 1], and what else samples
         have.
     """
-    stream = _stream(samples, seed)
+    parts = samples.parts if isinstance(samples, Mixture) else [samples]
+    order = _Order(samples, seed)
     numbers = np.arange(batch_size)[rows].tolist()
 
-    def batch(step: int) -> Batch:
-        return _stacked([stream[step * batch_size + row] for row in numbers])
+    def batch(k: int) -> Batch:
+        ids = [order[first + k * batch_size + row] for row in numbers]
+        return _stacked([parts[source][index] for source, index in ids])
 
-    return _ahead(grain.MapDataset.range(start, stop).map(batch), prefetch)
+    return _ahead(grain.MapDataset.range(count).map(batch), prefetch)
+
+
+def sample_ids(samples: Samples | Mixture, *, seed: int, first: int = 0, count: int) -> list[tuple[int, int]]:
+    """Which samples stand at the positions first … first + count - 1 of the stream; reads none of them.
+
+    Args:
+        samples, seed: as for `batches`, whose batch k holds the samples of k * batch_size positions after its `first`.
+
+    Returns:
+        (source of the mixture, else 0; index of the sample in it) of each position.
+    """
+    order = _Order(samples, seed)
+    return [order[k] for k in range(first, first + count)]
 
 
 class EvalBatches:
@@ -168,27 +186,27 @@ def shapes(batch_size: int, seq_len: int, packing: Literal["none", "documents"])
     return shapes
 
 
-class _Mixed:
-    """The endless stream of a mixture."""
+class _Order:
+    """The endless stream: position -> (source, index of a sample in it)."""
 
-    def __init__(self, mixture: Mixture, seed: int) -> None:
-        self._pick = mixture.pick
-        self._streams = [_shuffled(part, f"{seed} of source {i}") for i, part in enumerate(mixture.parts)]
+    def __init__(self, samples: Samples | Mixture, seed: int) -> None:
+        if isinstance(samples, Mixture):
+            self._pick: Callable[[int], tuple[int, int]] = samples.pick
+            self._epochs = [_shuffled(len(part), f"{seed} of source {i}") for i, part in enumerate(samples.parts)]
+        else:
+            self._pick = lambda k: (0, k)
+            self._epochs = [_shuffled(len(samples), str(seed))]
 
-    def __getitem__(self, k: int) -> Any:
-        source, index = self._pick(k)
-        return self._streams[source][index]
+    def __getitem__(self, k: int) -> tuple[int, int]:
+        source, before = self._pick(k)
+        return source, int(self._epochs[source][before])
 
 
-def _stream(samples: Samples | Mixture, seed: int) -> Any:
-    """Sample k at index k, without an end."""
-    return _Mixed(samples, seed) if isinstance(samples, Mixture) else _shuffled(samples, str(seed))
-
-
-def _shuffled(samples: Samples, seed: str) -> grain.MapDataset[Any]:
+def _shuffled(count: int, seed: str) -> grain.MapDataset[Any]:
+    """Permutations of range(count), one after the other, without an end."""
     # grain seeds epoch e with seed + e; hashing keeps epoch 1 of seed 0 apart from epoch 0 of seed 1.
     seed_32 = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=4).digest())
-    return grain.MapDataset.source(samples).shuffle(seed=seed_32).repeat()
+    return grain.MapDataset.range(count).shuffle(seed=seed_32).repeat()
 
 
 def _stacked(samples: Sequence[Batch]) -> Batch:
