@@ -202,8 +202,8 @@ class _Order:
         return source, int(self._epochs[source][before])
 
 
-def _shuffled(count: int, seed: str) -> grain.MapDataset[Any]:
-    """Permutations of range(count), one after the other, without an end."""
+def _shuffled(count: int, seed: str) -> Any:
+    """Permutations of range(count), one after the other, without an end, by index."""
     # grain seeds epoch e with seed + e; hashing keeps epoch 1 of seed 0 apart from epoch 0 of seed 1.
     seed_32 = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=4).digest())
     return grain.MapDataset.range(count).shuffle(seed=seed_32).repeat()
