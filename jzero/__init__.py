@@ -8,6 +8,7 @@ state, metrics = run.step(state, batch)
 from jzero import hlo, targets
 from jzero.assemble import setup
 from jzero.chains import make_optimizer
+from jzero.checkpoint import CheckpointError, Checkpoints, Restored
 from jzero.comm import Comm
 from jzero.mesh import make_mesh, process_rows
 from jzero.optim import averaged
@@ -21,8 +22,11 @@ from jzero.use import remat_policy
 from jzero.zero import Whole, Zero
 
 __all__ = [
+    "CheckpointError",
+    "Checkpoints",
     "Comm",
     "Precision",
+    "Restored",
     "Run",
     "Specs",
     "TrainState",

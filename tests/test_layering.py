@@ -11,7 +11,18 @@ PACKAGE = Path(__file__).parents[1] / "jzero"
 
 # A file imports only from strictly lower rows; "" is the package itself, which gathers the public names.
 ROWS = [
-    {"mesh", "targets", "replica_groups", "hlo_text", "directories", "recipes", "comm", "precision"},
+    {
+        "mesh",
+        "targets",
+        "replica_groups",
+        "hlo_text",
+        "directories",
+        "recipes",
+        "comm",
+        "precision",
+        "seal",
+        "checksums",
+    },
     {"collectives", "hlo", "reads", "watch", "compile_cache"},
     {"zero"},
     {"use"},
@@ -22,11 +33,11 @@ ROWS = [
     {"probe", "config", "chains"},
     {"gradients"},
     {"step", "look"},
-    {"run", "hf"},
+    {"run", "hf", "stored"},
     {"assemble"},
     {"offload", "checkpoint"},
     {""},
-    {"description", "run_dir", "journal"},
+    {"description", "run_dir", "journal", "resume"},
     {"build"},
     {"plan", "deepspeed"},
     {"train", "export", "generate"},
@@ -34,7 +45,18 @@ ROWS = [
 PACKAGES = {"config", "data", "models"}  # their files import each other, not in circles
 ROW = {name: row for row, names in enumerate(ROWS) for name in names}
 # Everybody else takes explicit arguments.
-READ_SETTINGS = {"build", "description", "run_dir", "journal", "plan", "deepspeed", "train", "export", "generate"}
+READ_SETTINGS = {
+    "build",
+    "description",
+    "run_dir",
+    "journal",
+    "resume",
+    "plan",
+    "deepspeed",
+    "train",
+    "export",
+    "generate",
+}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(), str(path)) for path in FILES}

@@ -1,8 +1,8 @@
 """The keys of a schema, and what each takes, in words."""
 
 from collections.abc import Iterator
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -18,10 +18,11 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, F
 
 
 def kind_of(field: FieldInfo) -> tuple[Any, bool]:
-    """(type without None, whether None is allowed) of a field."""
+    """(type without None, whether None is allowed) of a field; of several types, the first."""
+    if get_origin(field.annotation) not in (Union, UnionType):
+        return field.annotation, False
     members = get_args(field.annotation)
-    optional = NoneType in members
-    return next(m for m in members if m is not NoneType) if optional else field.annotation, optional
+    return next(m for m in members if m is not NoneType), NoneType in members
 
 
 def is_sources(kind: Any) -> bool:

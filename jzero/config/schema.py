@@ -9,7 +9,7 @@ from pydantic import Field
 
 from jzero import mesh, recipes
 from jzero.config.errors import ConfigError
-from jzero.config.sections import Comm, Count, Data, Log, Model, Optim, Precision, Run, Section, Zero
+from jzero.config.sections import Checkpoint, Comm, Count, Data, Log, Model, Optim, Precision, Run, Section, Zero
 
 _MIXTURE_TOLERANCE = 1e-6  # thirds are written with a few digits
 
@@ -33,6 +33,7 @@ class Config(Section):
     precision: Precision = Field(default_factory=Precision.defaults)
     zero: Zero = Field(default_factory=Zero.defaults)
     comm: Comm = Field(default_factory=Comm.defaults)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint.defaults)
     log: Log = Field(default_factory=Log.defaults)
     run: Run = Field(default_factory=Run.defaults)
 

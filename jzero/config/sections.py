@@ -243,6 +243,29 @@ class Comm(Section):
     )
 
 
+class Checkpoint(Section):
+    """When the state is saved, and what a run begins from."""
+
+    every: int | None = Field(
+        200, ge=1, lt=2**31, description="steps between checkpoints; the last step has one, too; none: no checkpoints"
+    )
+    keep: int | None = Field(2, ge=1, lt=2**31, description="newest checkpoints that stay; none: all")
+    resume: str | int = Field(
+        "auto",
+        description="auto: goes on from the newest checkpoint in run.dir, where there is one; must: fails where there "
+        "is none; never: takes a new directory only; a number: goes back to that step",
+    )
+
+    @pydantic.field_validator("resume")
+    @classmethod
+    def _word_or_step(cls, value: str | int) -> str | int:
+        if value in ("auto", "must", "never"):
+            return value
+        if not str(value).isdecimal() or int(value) >= 2**31:
+            raise ValueError(f"checkpoint.resume = {value}: must be auto, must, never or the number of a step")
+        return int(value)
+
+
 class Log(Section):
     """What is reported, and how often."""
 

@@ -1,0 +1,330 @@
+"""Checkpoints of a run: written while training goes on, complete or absent, restored onto any mesh.
+
+A step is a directory of `directory` that is named by its number, and holds
+
+- `state/`: every array of the train state, by name (`stored.py`), written by Orbax, each shard by the process that has
+  it;
+- `about/`: what the caller wants to know again, as JSON;
+- `seal.json`: the size of every file, and a checksum of every array that holds on any mesh (`checksums.py`).
+
+Orbax writes into a directory beside it, and renames that when all is there.  So a step that has its name is whole, as
+far as its writer saw; what happened to it since is found by its seal.  Older steps go when a newer one has its name.
+"""
+
+import contextlib
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from jzero import seal, stored
+from jzero.checksums import checksums
+from jzero.step import TrainState
+
+_T = TypeVar("_T")
+
+_UNFINISHED = ".orbax-checkpoint-tmp"  # in the names that Orbax writes under
+_WRITE_TIMEOUT_S = 1200
+_REASON = 300  # characters of somebody else's message
+_IN_PASSING_GB = 4  # on a host, of arrays on their way from a file to a device
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, found or read; the message is one line for the user."""
+
+
+class DamagedError(CheckpointError):
+    """A step whose files are not as they were written."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `Checkpoints.restore` found.
+
+    Attributes:
+        step: its number.
+        state: the train state, in the shardings that were asked for.
+        about: what was saved with it.
+        damaged: a line for every newer step that cannot be read.
+        converted: a line if arrays came in another dtype than they were saved in, else "".
+    """
+
+    step: int
+    state: TrainState
+    about: dict[str, Any]
+    damaged: tuple[str, ...] = ()
+    converted: str = ""
+
+
+class Checkpoints:
+    """The steps in one directory, which all processes see, and which one run writes to at a time.
+
+    Args:
+        directory: made at the first save.
+        keep: so many of the newest steps stay, None for all.  The oldest goes when the next save begins, so that while
+            one is being written there is always another.
+
+    Raises:
+        ValueError: `keep` is not a positive number.
+    """
+
+    def __init__(self, directory: str | Path, keep: int | None = 2) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep={keep!r} must be at least 1; None keeps all")
+        self.directory = Path(directory).absolute()
+        self._keep = keep
+        self._writer: ocp.AsyncCheckpointer | None = None
+        self._writing: tuple[int, dict[str, jax.Array]] | None = None
+        self._resumed: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
+            self.close()
+        elif jax.process_count() == 1:  # of several, one may be gone, and the others would wait for it
+            with contextlib.suppress(CheckpointError):  # there is a worse error on its way
+                self.close()
+
+    def steps(self) -> list[int]:
+        """Numbers of the complete steps, ascending."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir())
+
+    def about(self, step: int) -> dict[str, Any]:
+        """What was saved with a step.
+
+        Raises:
+            DamagedError: it cannot be read.
+        """
+        path = self.directory / str(step) / "about" / "metadata"
+        try:
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise DamagedError(f"{path} cannot be read ({error})") from error
+
+    def save(self, step: int, state: TrainState, about: Mapping[str, Any] | None = None) -> None:
+        """Begins to write a step and returns; the state may be used, and donated, at once.
+
+        Waits for the step before, if that is not written yet.
+
+        Args:
+            step: its number.
+            state: of any stage and mesh.
+            about: what JSON can hold.
+
+        Raises:
+            CheckpointError: this save cannot begin, or the one before has failed.
+        """
+        self.wait()
+        arrays = stored.leaves(state)
+        if self._writer is None:
+            self._writer = self._open_for_writing()
+        target = self.directory / str(step)
+        if target.exists():
+            raise CheckpointError(f"step {step} is in {self.directory} already: restore from there, or save elsewhere")
+        self._writing = step, checksums(arrays)
+        args = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(arrays),  # pyright: ignore[reportCallIssue] (dataclasses made by a decorator)
+            about=ocp.args.JsonSave(dict(about or {})),  # pyright: ignore[reportCallIssue]
+        )
+        with self._failing():
+            self._writer.save(target, args=args)
+
+    def wait(self) -> None:
+        """Waits until the step that is being written is complete, and removes the steps that are no longer kept.
+
+        Raises:
+            CheckpointError: it cannot be written; the steps before are as they were.
+        """
+        if self._writing is None or self._writer is None:
+            return
+        with self._failing():
+            self._writer.wait_until_finished()
+        self._writing = None
+        if jax.process_index() == 0 and self._keep is not None:
+            for number in self.steps()[: -self._keep]:
+                _remove(self.directory / str(number))
+
+    def close(self) -> None:
+        """`wait`, and ends the threads that write.
+
+        Raises:
+            CheckpointError: the last step cannot be written.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    def restore(self, abstract_state: TrainState, step: int | None = None) -> Restored:
+        """Reads a step straight into the shardings of `abstract_state`, whatever mesh and stage it was saved on.
+
+        What is saved next replaces the steps after this one: they are set aside under another name.
+
+        Args:
+            abstract_state: `run.abstract_state`.
+            step: None for the newest that is whole.
+
+        Raises:
+            CheckpointError: there is no step, or no such step, or none that can be read; names each and its fault.
+            MismatchError: it is of another model or optimizer; names the leaf, and both shapes.
+        """
+        steps = self.steps()
+        if not steps:
+            raise CheckpointError(f"there is no complete step in {self.directory}")
+        if step is not None and step not in steps:
+            raise CheckpointError(f"there is no step {step} in {self.directory}; there are {_listed(steps)}")
+        damaged: list[str] = []
+        for number in reversed(steps) if step is None else [step]:
+            try:
+                state, converted = self._read(number, abstract_state)
+                about = self.about(number)
+            except DamagedError as error:
+                damaged.append(f"step {number} in {self.directory} is damaged: {error}")
+                continue
+            self._resumed = number
+            return Restored(number, state, about, tuple(damaged), converted)
+        others = [number for number in steps if step is not None and number != step]
+        hint = f"; there are also {_listed(others)}" if others else ""
+        raise CheckpointError("; ".join(damaged) + hint)
+
+    def _read(self, step: int, abstract_state: TrainState) -> tuple[TrainState, str]:
+        path = self.directory / str(step)
+        sums = _by_all(lambda: seal.read(path))
+        held = _by_all(lambda: _held(path / "state"))
+        wanted = stored.leaves(abstract_state)
+        found = stored.sources(held, wanted)
+        # Each stored array once, in the sharding of the first leaf that comes from it, and in the dtype that it has.
+        first = {source: name for name, source in reversed(found.items())}
+        targets = {
+            source: jax.ShapeDtypeStruct(held[source].shape, held[source].dtype, sharding=wanted[name].sharding)
+            for source, name in first.items()
+        }
+        arrays = _by_all(lambda: _arrays(path / "state", targets))
+        for name, found_sum in jax.device_get(checksums(arrays)).items():
+            if int(found_sum) != sums.get(name):
+                raise DamagedError(f"{name!r} is not what was saved")
+        leaves = {name: _as(arrays[source], wanted[name]) for name, source in found.items()}
+        changed = [name for name, source in found.items() if held[source].dtype != wanted[name].dtype]
+        text = f"{len(changed)} leaves converted, such as {changed[0]!r}" if changed else ""
+        return stored.restored(abstract_state, leaves), text
+
+    def _open_for_writing(self) -> ocp.AsyncCheckpointer:
+        """A writer, and room for its steps: what a killed run left goes, what is after the restored step moves.
+
+        Raises:
+            CheckpointError: the directory cannot be made, or holds steps that this run did not begin from.
+        """
+        later = [number for number in self.steps() if self._resumed is None or number > self._resumed]
+        if self._resumed is None and later:
+            raise CheckpointError(
+                f"{self.directory} holds {_listed(later)} of another run: restore from there, or save elsewhere"
+            )
+        if jax.process_index() == 0:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                for path in self.directory.glob(f"*{_UNFINISHED}*"):
+                    shutil.rmtree(path)
+                for number in later:
+                    _set_aside(self.directory / str(number))
+            except OSError as error:
+                raise CheckpointError(f"{error.filename}: {error.strerror}") from error
+        handler = ocp.CompositeCheckpointHandler(
+            # Weights compress by a tenth, and compressing is slower than a disk.
+            state=ocp.PyTreeCheckpointHandler(use_compression=False),
+            about=ocp.JsonCheckpointHandler(),
+        )
+        options = ocp.options.AsyncOptions(timeout_secs=_WRITE_TIMEOUT_S, post_finalization_callback=self._seal)
+        return ocp.AsyncCheckpointer(handler, async_options=options)
+
+    def _seal(self) -> None:
+        """Runs on process 0, in the writer's thread, when all have written and before the step has its name."""
+        assert self._writing is not None
+        step, sums = self._writing
+        (unfinished,) = self.directory.glob(f"{step}{_UNFINISHED}*")
+        seal.write(unfinished, {name: int(x) for name, x in jax.device_get(sums).items()})
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Turns what goes wrong in the writer into a CheckpointError, and frees the space of the step it failed at."""
+        try:
+            yield
+        except Exception as error:  # whatever ended the writer, the step is not there
+            assert self._writing is not None
+            (step, _), self._writing = self._writing, None
+            if jax.process_index() == 0:
+                for path in self.directory.glob(f"{step}{_UNFINISHED}*"):
+                    shutil.rmtree(path, ignore_errors=True)
+            reason = " ".join(str(error).split())[:_REASON]
+            newest = f"the newest complete one is {self.steps()[-1]}" if self.steps() else "there is no other"
+            raise CheckpointError(
+                f"step {step} could not be written to {self.directory} ({reason}); {newest}"
+            ) from error
+
+
+def _held(path: Path) -> dict[str, Any]:
+    """Name -> shape and dtype of the arrays that are stored."""
+    # Orbax takes any path.
+    tree = ocp.PyTreeCheckpointHandler().metadata(path).tree  # pyright: ignore[reportArgumentType]
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in tree.items()}
+
+
+def _arrays(path: Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    args = ocp.args.PyTreeRestore(  # pyright: ignore[reportCallIssue] (a dataclass made by a decorator)
+        targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True
+    )
+    reader = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_IN_PASSING_GB)
+    return reader.restore(path, args=args)  # pyright: ignore[reportArgumentType]
+
+
+def _as(x: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+    if x.dtype == target.dtype and x.sharding == target.sharding:
+        return x
+    return jax.jit(lambda x: x.astype(target.dtype), out_shardings=target.sharding)(x)
+
+
+def _by_all(read: Callable[[], _T]) -> _T:
+    """What `read` returns, if it succeeds in every process.
+
+    Raises:
+        DamagedError: it does not, here or elsewhere.
+    """
+    try:
+        result, fault = read(), None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        result, fault = None, " ".join(str(error).split())[:_REASON]
+    if jax.process_count() > 1 and multihost_utils.process_allgather(np.array(fault is not None)).any():
+        fault = fault or "another process cannot read it"
+    if fault is not None:
+        raise DamagedError(fault)
+    return result  # pyright: ignore[reportReturnType] (without a fault it is what read returned)
+
+
+def _set_aside(path: Path) -> None:
+    """Gives a step another name, under which nobody looks for it: `12.replaced`, or `12.replaced-2` if there is one."""
+    names = (f"{path.name}.replaced{suffix}" for suffix in itertools.chain([""], (f"-{i}" for i in itertools.count(2))))
+    path.rename(next(path.with_name(name) for name in names if not path.with_name(name).exists()))
+
+
+def _remove(path: Path) -> None:
+    """Removes a step; a kill in between leaves no step that is half there."""
+    gone = path.with_name(f"{path.name}{_UNFINISHED}-removed")
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _listed(steps: list[int]) -> str:
+    return ("step " if len(steps) == 1 else "steps ") + ", ".join(map(str, steps))
