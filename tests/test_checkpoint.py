@@ -10,13 +10,13 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiny_decoder import batches, decoder
 
 import jzero
 from jzero import stored
 from jzero.checksums import checksums
 from jzero.models.decoder import next_token_loss
 from jzero.stored import MismatchError
-from tiny_decoder import batches, decoder
 
 ROWS, BEFORE, AFTER = 16, 3, 3
 LAYOUTS = {"s3dp8": (3, "dp=8"), "s1dp4tp2": (1, "dp=4,tp=2"), "s2node2dp4": (2, "node=2,dp=4"), "one": (0, "dp=1")}
