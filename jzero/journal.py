@@ -1,5 +1,6 @@
 """What a run says while it trains: metrics on their way to the host, metrics.jsonl, TensorBoard, a progress bar."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -7,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -15,11 +17,29 @@ import numpy as np
 from tqdm import tqdm
 
 from jzero.config import Config
+from jzero.metrics_file import Line, rewind
 from jzero.watch import Events, device_memory
 
 
 class RunError(RuntimeError):
     """A run that cannot go on; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come: what a session starts from, and what a checkpoint says beside the state.
+
+    Attributes:
+        step: optimizer steps done, skipped ones too.
+        samples: of the training stream, consumed by them; the next step reads on from there.
+        skipped: steps whose gradient was not finite.
+        evaluated: whether the evaluation after `step` is in the metrics.
+    """
+
+    step: int = 0
+    samples: int = 0
+    skipped: int = 0
+    evaluated: bool = False
 
 
 class Waiting:
@@ -63,30 +83,44 @@ class Journal:
     memory_bytes and peak_memory_bytes of the fullest device where the backend counts.  A line of evaluation has step,
     eval_loss, eval_tokens and, if the run keeps an average of the weights, its ema_eval_loss.  What is not finite is
     null.
+
+    A run in several sessions has the lines of one that never stopped: a session goes on after the lines of the step it
+    starts from, and what an earlier one wrote beyond it is set aside (`metrics_file.py`).
+
+    Attributes:
+        progress: of the run, up to the metrics taken in.
     """
 
     def __init__(
-        self, path: Path, config: Config, speed: Callable[[float], Mapping[str, float]] = lambda _: {}
+        self,
+        path: Path,
+        config: Config,
+        speed: Callable[[float], Mapping[str, float]] = lambda _: {},
+        start: Progress = Progress(),
     ) -> None:
         """Opens the files: `path` and, beside it, events.
 
         Args:
-            path: of metrics.jsonl, which is not there yet.
+            path: of metrics.jsonl.
             config: resolved.
             speed: tokens per second -> what else to say about them.
+            start: what the session starts from.
         """
+        self.progress = self._start = start
         self._config = config
         self._speed_of = speed
-        self._tokens_per_step = config.batch_size * config.data.seq_len
-        self._file = path.open("x", encoding="utf-8")
-        self._events = Events(path.parent) if config.log.tensorboard else None
+        earlier = rewind(path, self._stays)
+        self._evals = [(line["step"], math.nan if line["eval_loss"] is None else line["eval_loss"]) for line in earlier]
+        self._file = path.open("a", encoding="utf-8")
+        first = start.step + 1 if start.step else 0
+        self._events = Events(path.parent, first) if config.log.tensorboard else None
         quiet = 0.1 if sys.stderr.isatty() else 15.0
-        self._bar = tqdm(total=config.steps, unit="step", desc="compiling", dynamic_ncols=True, mininterval=quiet)
+        self._bar = tqdm(
+            total=config.steps, initial=start.step, unit="step", desc="compiling", dynamic_ncols=True, mininterval=quiet
+        )
         self._speed = ""
-        self._skipped = 0
-        self._evals: list[tuple[int, float]] = []
-        self._start = self._clock = time.perf_counter()
-        self._logged = 0
+        self._began = self._clock = time.perf_counter()
+        self._logged = start.step
 
     def __enter__(self) -> Self:
         return self
@@ -104,10 +138,13 @@ class Journal:
             RunError: `optim.max_skipped` steps in a row were skipped.
         """
         for step, metrics in steps:
-            self._skipped += bool(metrics["skipped_in_row"])
+            samples = self.progress.samples + self._config.batch_size
+            self.progress = Progress(step, samples, int(metrics["skipped"]))
             failed = metrics["skipped_in_row"] >= self._config.optim.max_skipped
             if failed or step in (1, self._config.steps) or step % self._config.log.every == 0:
                 self._log(step, metrics)
+            elif step == self._start.step + 1:  # it has compiled: no part of the speed of the steps after it
+                self._clock, self._logged = time.perf_counter(), step
             self._bar.set_description("training", refresh=False)
             self._bar.update()
             self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}{self._speed}", refresh=False)
@@ -117,19 +154,27 @@ class Journal:
                     f"(optim.max_skipped); try a lower optim.lr, a longer warm-up or precision.params = float32"
                 )
 
-    def evaluated(self, step: int, result: tuple[float, float], average: tuple[float, float] | None = None) -> None:
-        """Takes in an evaluation after `step`, and one of the average of the weights; over no tokens, no trace is left.
+    def evaluation_is_due(self, step: int) -> bool:
+        """Whether an evaluation after `step`, the last one taken in or a later one, belongs in the metrics."""
+        due = step in (0, self._config.steps) or step % self._config.log.eval_every == 0
+        return due and not (self.progress.evaluated and self.progress.step == step)
+
+    def evaluated(self, result: tuple[float, float], average: tuple[float, float] | None = None) -> None:
+        """Takes in an evaluation after the steps taken in, and one of the average of the weights.
+
+        Over no tokens it leaves no trace.
 
         Args:
             result, average: (loss in nats per token, number of tokens).
         """
-        loss, tokens = result
+        step, (loss, tokens) = self.progress.step, result
         if tokens:
             of_average = {} if average is None else {"ema_eval_loss": average[0]}
             self._write({"step": step, "eval_loss": loss, **of_average, "eval_tokens": int(tokens)})
             self._evals.append((step, loss))
             also = "".join(f", of the averaged weights {value:.4f}" for value in of_average.values())
             self.say(f"step {step}: held-out loss {loss:.4f} nats per token{also}")
+        self.progress = dataclasses.replace(self.progress, evaluated=True)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -143,11 +188,18 @@ class Journal:
         self._bar.write(line)
 
     def summary(self) -> str:
-        """The run in two lines."""
-        tokens, seconds = self._config.steps * self._tokens_per_step, time.perf_counter() - self._start
-        lines = [
-            f"done: {self._config.steps} steps, {tokens:,} tokens in {seconds:.1f} s, {self._skipped} steps skipped"
-        ]
+        """What the session did, what the whole run did, and what came of it, in two or three lines."""
+        start, now, seconds = self._start, self.progress, time.perf_counter() - self._began
+        done = "done" if now.step >= self._config.steps else "stopped"
+        if start.step:
+            here = f"{self._tokens(now) - self._tokens(start):,} tokens"
+            lines = [
+                f"{done}: {now.step - start.step} steps after step {start.step}, {here} in {seconds:.1f} s",
+                f"the whole run: {now.step} steps, {self._tokens(now):,} tokens, {now.skipped} steps skipped",
+            ]
+        else:
+            here = f"{now.step} steps, {self._tokens(now):,} tokens in {seconds:.1f} s"
+            lines = [f"{done}: {here}, {now.skipped} steps skipped"]
         if self._evals:
             lines.append(f"held-out loss: {self._evals[0][1]:.4f} -> {self._evals[-1][1]:.4f} nats per token")
         return "\n".join(lines)
@@ -156,26 +208,37 @@ class Journal:
         """Whether the run came to anything.
 
         Raises:
-            RunError: all steps were skipped, or the last held-out loss is not finite.
+            RunError: all steps, of all sessions, were skipped, or the last held-out loss is not finite.
         """
-        if self._skipped == self._config.steps:
-            raise RunError(f"all {self._skipped} steps were skipped: no gradient was finite")
+        if self.progress.step and self.progress.skipped == self.progress.step:
+            raise RunError(f"all {self.progress.skipped} steps were skipped: no gradient was finite")
         if self._evals and not math.isfinite(self._evals[-1][1]):
             raise RunError(f"the held-out loss after step {self._evals[-1][0]} is {self._evals[-1][1]}")
+
+    def _stays(self, line: Line) -> bool:
+        """Whether a line of an earlier session stays: a run that begins anew keeps none."""
+        step, start = line["step"], self._start
+        if "eval_loss" in line and not start.evaluated:
+            return step < start.step
+        return 0 < start.step >= step
+
+    def _tokens(self, progress: Progress) -> int:
+        return progress.samples * self._config.data.seq_len
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = time.perf_counter()
         step_s = (now - self._clock) / (step - self._logged)
+        tokens_per_s = self._config.batch_size * self._config.data.seq_len / step_s
         speed = {
-            "tokens": step * self._tokens_per_step,
-            "tokens_per_s": self._tokens_per_step / step_s,
+            "tokens": self._tokens(self.progress),
+            "tokens_per_s": tokens_per_s,
             "step_s": step_s,
-            **self._speed_of(self._tokens_per_step / step_s),
+            **self._speed_of(tokens_per_s),
         }
         self._write({"step": step, **metrics, **speed, **device_memory()})
         mfu = speed.get("mfu")
-        if step > 1:  # the first has compiled
-            self._speed = f", {speed['tokens_per_s']:,.0f} tokens/s" + (f", mfu {mfu:.1%}" if mfu else "")
+        if step > self._start.step + 1:  # the first has compiled
+            self._speed = f", {tokens_per_s:,.0f} tokens/s" + (f", mfu {mfu:.1%}" if mfu else "")
         self._clock, self._logged = now, step
 
     def _write(self, line: Mapping[str, float]) -> None:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jzero import compile_cache, data, watch
 from jzero.build import check_memory, make_batches, make_run, open_data
 from jzero.config import Config, ConfigError, load, profile_steps, resolve, to_yaml
 from jzero.description import describe
-from jzero.journal import Journal, RunError, Waiting
+from jzero.journal import Journal, Progress, RunError, Waiting
 from jzero.models.flops import flops_per_token
 from jzero.run_dir import check_run_dir, claim, make_run_dir
 
@@ -63,8 +64,9 @@ def train(config: Config) -> None:
     mesh = jzero.make_mesh(config.mesh)
 
     # Data: checked before anything is written; read ahead, by each process its own rows.
+    start = Progress()
     parts = open_data(config)
-    batches, evals = make_batches(config, mesh, parts)
+    batches, evals = make_batches(config, mesh, parts, start.step, start.samples)
 
     # The run: three specs per parameter, one compiled step.
     run = make_run(config, mesh)
@@ -80,49 +82,64 @@ def train(config: Config) -> None:
 
     state = run.init()
     speed = watch.utilization(flops_per_token(config.model.decoder(config.precision.params), config.data.seq_len))
-    with Journal(run_dir / "metrics.jsonl", config, speed) as journal:
-        with journal.aside():
-            journal.evaluated(0, *evaluations(run, state, evals, config))
-        with watch.Trace(profile_steps(config), run_dir / "profile", journal.say, journal.aside) as trace:
-            fit(run, state, batches, evals, config, journal, trace)
+    with (
+        Journal(run_dir / "metrics.jsonl", config, speed, start) as journal,
+        watch.Trace(profile_steps(config), run_dir / "profile", journal.say, journal.aside) as trace,
+    ):
+        fit(Loop(run, batches, evals, journal, trace, averages=config.optim.ema is not None), state)
     print(journal.summary())
     journal.check()
 
 
-def fit(
-    run: jzero.Run,
-    state: jzero.TrainState,
-    batches: Iterable[data.Batch],
-    evals: Iterable[data.Batch],
-    config: Config,
-    journal: Journal,
-    trace: watch.Trace,
-) -> jzero.TrainState:
+@dataclass(frozen=True)
+class Loop:
+    """What the loop works with, beside the state.
+
+    Attributes:
+        run: the compiled step.
+        batches: of the steps that are left.
+        evals: batches of an evaluation.
+        journal: knows how far the run has come.
+        trace: of the steps to profile.
+        averages: whether the run keeps an average of its weights, which is evaluated too.
+    """
+
+    run: jzero.Run
+    batches: Iterable[data.Batch]
+    evals: Iterable[data.Batch]
+    journal: Journal
+    trace: watch.Trace
+    averages: bool = False
+
+
+def fit(loop: Loop, state: jzero.TrainState) -> jzero.TrainState:
     """The loop: dispatches steps, and reads the metrics of a step when later ones are on their way.
 
     Returns:
         The state after the last step.
     """
-    waiting = Waiting(IN_FLIGHT)
-    for step, batch in enumerate(batches, start=1):
+    run, journal, waiting = loop.run, loop.journal, Waiting(IN_FLIGHT)
+    step = journal.progress.step
+    if journal.evaluation_is_due(step):
+        take_evaluation(loop, state)
+    loop.trace.dispatched(step, None)
+    for step, batch in enumerate(loop.batches, start=journal.progress.step + 1):
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             state, metrics = run.step(state, run.put(batch))
-        trace.dispatched(step, metrics)
+        loop.trace.dispatched(step, metrics)
         waiting.put(step, metrics)
         journal.trained(waiting.ready())
-        if step % config.log.eval_every == 0 or step == config.steps:
+        if journal.evaluation_is_due(step):
             journal.trained(waiting.rest())
-            with journal.aside():
-                journal.evaluated(step, *evaluations(run, state, evals, config))
+            take_evaluation(loop, state)
     return state
 
 
-def evaluations(
-    run: jzero.Run, state: jzero.TrainState, evals: Iterable[data.Batch], config: Config
-) -> list[tuple[float, float]]:
-    """`evaluate` of the weights and, if the run keeps one, of their average."""
-    states = [state] if config.optim.ema is None else [state, run.averaged(state)]
-    return [evaluate(run, each, evals) for each in states]
+def take_evaluation(loop: Loop, state: jzero.TrainState) -> None:
+    """Tells the journal the held-out loss of the weights and, if the run keeps one, of their average."""
+    states = [state, loop.run.averaged(state)] if loop.averages else [state]
+    with loop.journal.aside():
+        loop.journal.evaluated(*[evaluate(loop.run, each, loop.evals) for each in states])
 
 
 def evaluate(run: jzero.Run, state: jzero.TrainState, evals: Iterable[data.Batch]) -> tuple[float, float]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 
@@ -56,16 +56,27 @@ def utilization(flops_per_token: float) -> Callable[[float], dict[str, float]]:
 
 
 class Events:
-    """TensorBoard event file of one run; scalars have the names of metrics.jsonl."""
+    """TensorBoard event file of one session of a run; scalars have the names of metrics.jsonl.
 
-    def __init__(self, directory: Path) -> None:
+    Viewers read the files of a directory in the order of their names, and where a session starts they forget what
+    earlier files have of its steps.
+    """
+
+    def __init__(self, directory: Path, first_step: int = 0) -> None:
+        """Opens the file.
+
+        Args:
+            directory: may hold the files of earlier sessions.
+            first_step: from here on, what earlier sessions wrote counts no more.
+        """
+        from tensorboardX.proto.event_pb2 import SessionLog  # noqa: PLC0415 # pyright: ignore[reportAttributeAccessIssue]
         from tensorboardX.record_writer import RecordWriter  # noqa: PLC0415 (imports torch where it is installed: seconds)
 
         # Not SummaryWriter: its thread dies of a full disk, and whoever writes then waits for it for ever.
-        name = f"events.out.tfevents.{time.time():.0f}.{platform.node()}.{os.getpid()}"
-        self._records = RecordWriter(str(directory / name))
+        self._records = RecordWriter(str(directory / _events_name(directory)))
         self._flushed = -math.inf
         self._add(file_version="brain.Event:2")
+        self._add(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, line: Mapping[str, float]) -> None:
         """The values of one line at its `step`.
@@ -89,6 +100,13 @@ class Events:
         if time.monotonic() - self._flushed > FLUSH_S:
             self._records.flush()
             self._flushed = time.monotonic()
+
+
+def _events_name(directory: Path) -> str:
+    """Behind the names that are there, also where two sessions start in one second, or on hosts whose clocks differ."""
+    earlier = [path.name.split(".")[3] for path in directory.glob("events.out.tfevents.*.*")]
+    stamp = max([int(time.time()), *(int(second) + 1 for second in earlier if second.isdigit())])
+    return f"events.out.tfevents.{stamp}.{platform.node()}.{os.getpid()}"
 
 
 class Trace(AbstractContextManager["Trace"]):
@@ -116,12 +134,8 @@ class Trace(AbstractContextManager["Trace"]):
         self._directory, self._say, self._aside = directory, say, aside
         self._running = False
 
-    def __enter__(self) -> Self:
-        self.dispatched(0, None)
-        return self
-
     def dispatched(self, step: int, results: Any) -> None:
-        """To be told of every step when it is dispatched, with arrays that it computes."""
+        """To be told of the step before the first, and of every step when it is dispatched, with arrays it computes."""
         if step == self._last and self._running:
             jax.block_until_ready(results)
             with self._aside():

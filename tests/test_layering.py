@@ -22,6 +22,7 @@ ROWS = [
         "precision",
         "seal",
         "checksums",
+        "metrics_file",
     },
     {"collectives", "hlo", "reads", "watch", "compile_cache"},
     {"zero"},

@@ -178,7 +178,7 @@ def good(step):
 def fit(run, tmp_path, *argv, evals=()):
     settings = load(["--steps", "20", "--log.every", "5", "--log.eval_every", "100", "--data.seq_len", "4", *argv])
     with Journal(tmp_path / "metrics.jsonl", settings) as journal:
-        train.fit(run, 0, [{}] * settings.steps, evals, settings, journal, Trace(None, tmp_path))
+        train.fit(train.Loop(run, [{}] * settings.steps, evals, journal, Trace(None, tmp_path)), 0)
         return journal.summary()
 
 
@@ -207,7 +207,8 @@ def test_every_line_has_the_fields_of_the_contract(tmp_path):
 
 def test_skipped_steps_are_counted_and_what_is_not_finite_is_null(tmp_path):
     def metrics(step):
-        return good(step) | ({"loss": float("nan"), "skipped_in_row": step - 5} if step in (6, 7, 8) else {})
+        skipped = {"skipped": min(3, max(0, step - 5))}
+        return good(step) | skipped | ({"loss": float("nan"), "skipped_in_row": step - 5} if step in (6, 7, 8) else {})
 
     summary = fit(FakeRun(metrics), tmp_path, "--log.every", "1")
     lines = {line["step"]: line for line in rows(tmp_path)}
@@ -230,7 +231,7 @@ def test_evaluation_weights_batches_by_their_tokens(tmp_path):
     run = FakeRun(good)
     fit(run, tmp_path, "--log.eval_every", "8", evals=evals)
     evaluations = [line for line in rows(tmp_path) if "eval_loss" in line]
-    assert [line["step"] for line in evaluations] == [8, 16, 20]
+    assert [line["step"] for line in evaluations] == [0, 8, 16, 20]
     assert all(line["eval_loss"] == pytest.approx(9.2) and line["eval_tokens"] == 10 for line in evaluations)
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import stat
-import struct
 import subprocess
 import sys
 from collections import Counter
@@ -13,8 +12,8 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from event_files import events_in
 from jax.profiler import ProfileData
-from tensorboardX.proto.event_pb2 import Event
 from tiny_run import TINY, batch_for_these_devices
 
 from jzero import compile_cache, targets, train, watch
@@ -69,7 +68,7 @@ def test_a_run_on_known_devices_logs_utilization_and_memory(tmp_path, monkeypatc
     settings = load(["--steps", "3", "--log.tensorboard", "false"])
     monkeypatch.setattr("jzero.journal.device_memory", lambda: {"memory_bytes": 5})
     with Journal(tmp_path / "metrics.jsonl", settings, lambda rate: {"mfu": rate / 1e9}) as journal:
-        journal.trained([(1, {"loss": 1.0, "skipped_in_row": 0})])
+        journal.trained([(1, {"loss": 1.0, "skipped": 0, "skipped_in_row": 0})])
     (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert line["mfu"] == pytest.approx(line["tokens_per_s"] / 1e9)
     assert line["memory_bytes"] == 5
@@ -77,18 +76,6 @@ def test_a_run_on_known_devices_logs_utilization_and_memory(tmp_path, monkeypatc
 
 
 # Events and trace of a real run.
-
-
-def events_in(run_dir):
-    """(step, name) -> value of all scalars; a record is a length, a checksum, an event, a checksum."""
-    (path,) = run_dir.glob("events.out.tfevents.*")
-    data, at, found = path.read_bytes(), 0, {}
-    while at < len(data):
-        (length,) = struct.unpack_from("<Q", data, at)
-        event = Event.FromString(data[at + 12 : at + 12 + length])
-        found |= {(event.step, value.tag): value.simple_value for value in event.summary.value}
-        at += length + 16
-    return found
 
 
 @pytest.fixture(scope="module")
