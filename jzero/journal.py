@@ -97,6 +97,8 @@ class Journal:
         config: Config,
         speed: Callable[[float], Mapping[str, float]] = lambda _: {},
         start: Progress = Progress(),
+        *,
+        writes: bool = True,
     ) -> None:
         """Opens the files: `path` and, beside it, events.
 
@@ -105,19 +107,18 @@ class Journal:
             config: resolved.
             speed: tokens per second -> what else to say about them.
             start: what the session starts from.
+            writes: whether anything is written and said; of several processes one does.
         """
         self.progress = self._start = start
         self._config = config
         self._speed_of = speed
-        earlier = rewind(path, self._stays)
+        earlier = rewind(path, self._stays) if writes else []
         self._evals = [(line["step"], math.nan if line["eval_loss"] is None else line["eval_loss"]) for line in earlier]
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8") if writes else None
         first = start.step + 1 if start.step else 0
-        self._events = Events(path.parent, first) if config.log.tensorboard else None
-        quiet = 0.1 if sys.stderr.isatty() else 15.0
-        self._bar = tqdm(
-            total=config.steps, initial=start.step, unit="step", desc="compiling", dynamic_ncols=True, mininterval=quiet
-        )
+        self._events = Events(path.parent, first) if writes and config.log.tensorboard else None
+        shown = {"dynamic_ncols": True, "mininterval": 0.1 if sys.stderr.isatty() else 15.0, "disable": not writes}
+        self._bar = tqdm(total=config.steps, initial=start.step, unit="step", desc="compiling", **shown)
         self._speed = ""
         self._began = self._clock = time.perf_counter()
         self._logged = start.step
@@ -127,7 +128,8 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
-        self._file.close()
+        if self._file:
+            self._file.close()
         if self._events:
             self._events.close()
 
@@ -185,7 +187,8 @@ class Journal:
 
     def say(self, line: str) -> None:
         """Prints `line` above the bar."""
-        self._bar.write(line)
+        if self._file:
+            self._bar.write(line)
 
     def summary(self) -> str:
         """What the session did, what the whole run did, and what came of it, in two or three lines."""
@@ -243,6 +246,7 @@ class Journal:
 
     def _write(self, line: Mapping[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in line.items()}
-        print(json.dumps(finite), file=self._file, flush=True)
+        if self._file:
+            print(json.dumps(finite), file=self._file, flush=True)
         if self._events:
             self._events.write(line)

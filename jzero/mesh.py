@@ -5,6 +5,7 @@ splits the tensors of one layer and belongs inside a node.  An axis that is left
 """
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -59,6 +60,30 @@ def sizes_on(sizes: Mapping[str, int], device_count: int) -> dict[str, int]:
             f"(one of them may be -1, for what is left)"
         )
     return full
+
+
+def check_tp_inside_hosts(given: Mapping[str, int], sizes: Mapping[str, int], hosts: Sequence[str]) -> None:
+    """Refuses tensor parallelism between hosts, unless every axis is written out: then it is meant.
+
+    Args:
+        given: axis sizes as written.
+        sizes: of all three axes.
+        hosts: of each device, in the order in which they fill the mesh; empty: all are of one host.
+
+    Raises:
+        ValueError: a tp group has devices of more than one host.
+    """
+    tp = sizes[TP]
+    groups = [set(hosts[i : i + tp]) for i in range(0, len(hosts), tp)]
+    if all(len(group) == 1 for group in groups) or (given.keys() == set(AXES) and -1 not in given.values()):
+        return
+    counts = {host: hosts.count(host) for host in dict.fromkeys(hosts)}
+    shown = ", ".join(f"{count} on {host}" for host, count in list(counts.items())[:4]) + ", ..." * (len(counts) > 4)
+    raise ValueError(
+        f"mesh axis tp = {tp} would lie across hosts (devices: {shown}), and belongs inside one, where links are fast: "
+        f"take a tp that divides {math.gcd(*counts.values())}, or write out all axes if it is meant, "
+        f"{','.join(f'{axis}={sizes[axis]}' for axis in AXES)}"
+    )
 
 
 def make_mesh(axes: str | Mapping[str, int] | None = None, devices: Sequence[Any] | np.ndarray | None = None) -> Mesh:

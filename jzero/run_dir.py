@@ -1,10 +1,55 @@
 """The directory of a run: it is new, it can be written, and it belongs to one run alone."""
 
+import platform
 import time
 from pathlib import Path
 
-from jzero.config import ConfigError
+import jax
+
+from jzero import together
+from jzero.config import Config, ConfigError, to_yaml
 from jzero.directories import obstacle
+
+SEEN_WITHIN_S = 60.0  # network file systems may keep what a directory held for so long
+
+
+def start_run_dir(config: Config) -> tuple[Path, Config]:
+    """The directory of a new run, made and claimed by one process and seen by all, and the config that names it.
+
+    Raises:
+        ConfigError: it cannot be made, or another run was quicker.
+        ProcessError: so it is in one of several processes, or one does not see what another writes.
+    """
+    named = config
+    with together.agreed((ConfigError,)):
+        if together.is_first():
+            named = _named(config, make_run_dir(config.run.dir))
+            claim(Path(str(named.run.dir)), to_yaml(named))
+    if jax.process_count() > 1:
+        named = _named(config, Path(together.broadcast_text(str(Path(str(named.run.dir)).absolute()))))
+        with together.agreed((ConfigError,)):
+            check_seen(Path(str(named.run.dir)), SEEN_WITHIN_S)
+    return Path(str(named.run.dir)), named
+
+
+def _named(config: Config, path: Path) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path)})})
+
+
+def check_seen(run_dir: Path, within_s: float) -> None:
+    """Whether a directory that another process has claimed is there for this one, too.
+
+    Raises:
+        ConfigError: it is not, `within_s` seconds later.
+    """
+    end = time.monotonic() + within_s
+    while not (run_dir / "config.yaml").exists():
+        if time.monotonic() > end:
+            raise ConfigError(
+                f"run.dir = {run_dir}: process 0 has made it and it is not there on {platform.node()}; "
+                f"name a directory that all hosts share"
+            )
+        time.sleep(0.2)
 
 
 def check_run_dir(name: str | None) -> None:

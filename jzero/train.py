@@ -17,33 +17,53 @@ from typing import Any
 import jax
 
 import jzero
-from jzero import compile_cache, data, watch
+from jzero import compile_cache, data, distributed, together, watch
 from jzero.build import check_memory, make_batches, make_run, open_data
-from jzero.config import Config, ConfigError, load, profile_steps, resolve, to_yaml
+from jzero.config import Config, ConfigError, load, profile_steps, resolve, values_of
 from jzero.description import describe
 from jzero.journal import Journal, Progress, RunError, Waiting
 from jzero.models.flops import flops_per_token
-from jzero.run_dir import check_run_dir, claim, make_run_dir
+from jzero.run_dir import check_run_dir, start_run_dir
 
-FAKE_DEVICES = 8
+FAKE_DEVICES = 8  # of all processes
 IN_FLIGHT = 2  # steps dispatched beyond the one whose metrics are read
+BAD_INPUT = (ConfigError, data.DataError, compile_cache.CacheError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains as `argv` says and returns the exit status."""
     try:
         train(load(sys.argv[1:] if argv is None else argv))
-    except (ConfigError, data.DataError, compile_cache.CacheError) as error:
-        return _say(error, 2)
-    except (RunError, OSError) as error:  # OSError: a full disk, data that is gone
+    except BAD_INPUT as error:
+        return _failed(error, 2)
+    except together.ProcessError as error:  # all processes have it
+        return _say(error, 2 if error.bad_input else 1)
+    except RunError as error:  # so it is with what they all computed
         return _say(error, 1)
+    except (distributed.StartError, OSError) as error:  # OSError: a full disk, data that is gone
+        return _failed(error, 1)
+    except jax.errors.JaxRuntimeError as error:
+        if not distributed.lost_peer(error):
+            raise
+        return _failed(f"another process is gone, see what it said last ({str(error).splitlines()[0]})", 1)
     except KeyboardInterrupt:
-        return _say("interrupted", 130)
+        return _failed("interrupted", 130)
     return 0
 
 
 def _say(error: object, status: int) -> int:
-    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    """What all processes have to say, said by the first."""
+    if together.is_first():
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+    return status
+
+
+def _failed(error: object, status: int) -> int:
+    """What this process alone has to say; if it has peers, it leaves them."""
+    me = f" {distributed.name()}:" if distributed.started() else ""
+    print(f"error:{me}", " ".join(str(error).split()), file=sys.stderr)
+    if distributed.started():
+        distributed.leave(status)
     return status
 
 
@@ -54,40 +74,46 @@ def train(config: Config) -> None:
         ConfigError: a setting that cannot be honoured; nothing is written.
         DataError: data that cannot be trained on; nothing is written.
         CacheError: compiled programs cannot be kept where they should; nothing is written.
+        StartError: the processes did not come together; nothing is written.
+        ProcessError: one of several processes had one of these; nothing is written.
         RunError: too many steps in a row had a non-finite gradient, or the run ended without a finite loss.
     """
-    # Settings and devices.
-    start_cpu_devices()
-    config = resolve(config, jax.device_count(), jax.default_backend())
-    check_run_dir(config.run.dir)
-    compile_cache.directory(config.run.cache_dir)
-    mesh = jzero.make_mesh(config.mesh)
+    # Processes and devices.
+    start_cpu_devices(distributed.start(**config.distributed.model_dump()))
+    devices, hosts = together.devices_by_host()
 
-    # Data: checked before anything is written; read ahead, by each process its own rows.
-    start = Progress()
-    parts = open_data(config)
-    batches, evals = make_batches(config, mesh, parts, start.step, start.samples)
-
-    # The run: three specs per parameter, one compiled step.
-    run = make_run(config, mesh)
-    check_memory(run)
+    # Settings, data and the run: three specs per parameter, one compiled step.  Nothing is written yet, and what one
+    # process cannot do ends all of them.
+    with together.agreed(BAD_INPUT):
+        config = resolve(config, len(devices), jax.default_backend(), hosts)
+        check_run_dir(config.run.dir)
+        compile_cache.directory(config.run.cache_dir)
+        mesh = jzero.make_mesh(config.mesh, devices)
+        start = Progress()
+        parts = open_data(config)
+        batches, evals = make_batches(config, mesh, parts, start.step, start.samples)  # each process reads its own rows
+        run = make_run(config, mesh)
+        check_memory(run)
+    together.same_everywhere(
+        {"jax": jax.__version__, **dict(values_of(config)), "data": "; ".join(data.describe(parts, evals))}
+    )
 
     # From here on the run leaves traces.
     kept = compile_cache.use(config.run.cache_dir)
-    run_dir = make_run_dir(config.run.dir)
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(run_dir)})})
-    claim(run_dir, to_yaml(config))
-    print("\n".join([*describe(config, run), *data.describe(parts, evals)]))
-    print(f"files: {run_dir}" + (f"; compiled programs: {kept}" if kept else ""), flush=True)
+    run_dir, config = start_run_dir(config)
+    if together.is_first():
+        print("\n".join([*describe(config, run), *data.describe(parts, evals)]))
+        print(f"files: {run_dir}" + (f"; compiled programs: {kept}" if kept else ""), flush=True)
 
     state = run.init()
     speed = watch.utilization(flops_per_token(config.model.decoder(config.precision.params), config.data.seq_len))
+    traced = profile_steps(config) if together.is_first() else None
     with (
-        Journal(run_dir / "metrics.jsonl", config, speed, start) as journal,
-        watch.Trace(profile_steps(config), run_dir / "profile", journal.say, journal.aside) as trace,
+        Journal(run_dir / "metrics.jsonl", config, speed, start, writes=together.is_first()) as journal,
+        watch.Trace(traced, run_dir / "profile", journal.say, journal.aside) as trace,
     ):
         fit(Loop(run, batches, evals, journal, trace, averages=config.optim.ema is not None), state)
-    print(journal.summary())
+    journal.say(journal.summary())
     journal.check()
 
 
@@ -161,20 +187,25 @@ def evaluate(run: jzero.Run, state: jzero.TrainState, evals: Iterable[data.Batch
     return (math.fsum(losses) / tokens if tokens else math.nan), tokens
 
 
-def start_cpu_devices() -> None:
-    """Eight CPU devices for a machine without an accelerator, unless XLA_FLAGS already says how many.
+def start_cpu_devices(processes: int = 1) -> None:
+    """Eight CPU devices for machines without an accelerator, unless XLA_FLAGS already says how many.
 
     Has no effect on accelerators, nor once JAX has started its backends.
+
+    Args:
+        processes: among which they are divided, so that a run in several processes is the run that one would be.
     """
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in os.environ:
         return
+    count = max(1, FAKE_DEVICES // (processes or FAKE_DEVICES))
     try:
-        jax.config.update("jax_num_cpu_devices", FAKE_DEVICES)
+        jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
         return
-    if jax.default_backend() == "cpu":
+    if jax.default_backend() == "cpu" and together.is_first():
+        total = f"{jax.process_count()} x {count}" if jax.process_count() > 1 else str(count)
         print(
-            f"no accelerator: {FAKE_DEVICES} fake CPU devices "
+            f"no accelerator: {total} fake CPU devices "
             "(another number: XLA_FLAGS=--xla_force_host_platform_device_count=N)"
         )
 

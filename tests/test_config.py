@@ -198,6 +198,21 @@ def test_numbers_with_an_exponent_and_the_word_none_mean_the_same_in_a_file(tmp_
         (["--optim.warmup_steps", "20", "--steps", "10"], ["optim.warmup_steps = 20", "steps = 10"]),
         (["--config", "/no/such.yaml"], ["/no/such.yaml", "No such file"]),
         (["--config", "/"], ["--config /"]),
+        (["--distributed.coordinator", "host"], ["distributed.coordinator = host", "HOST:PORT, auto or none"]),
+        (["--distributed.coordinator", "host:0"], ["distributed.coordinator = host:0", "HOST:PORT"]),
+        (["--distributed.coordinator", ":1234"], ["distributed.coordinator = :1234", "HOST:PORT"]),
+        (
+            ["--distributed.coordinator", "none", "--distributed.processes", "2"],
+            ["processes = 2", "coordinator = none"],
+        ),
+        (["--distributed.coordinator", "none", "--distributed.process", "0"], ["process = 0", "coordinator = none"]),
+        (["--distributed.processes", "0"], ["distributed.processes = 0", ">= 1, or none"]),
+        (["--distributed.process", "-1"], ["distributed.process = -1", ">= 0, or none"]),
+        (["--distributed.processes", "2", "--distributed.process", "2"], ["process = 2", "below", "processes = 2"]),
+        (["--distributed.local_devices", "0,x"], ["distributed.local_devices = 0,x", "0,1, or all or auto"]),
+        (["--distributed.local_devices", "1,1"], ["distributed.local_devices = 1,1"]),
+        (["--distributed.start_timeout_s", "0"], ["distributed.start_timeout_s = 0", ">= 1"]),
+        (["--distributed.heartbeat_timeout_s", "1"], ["distributed.heartbeat_timeout_s = 1", ">= 5"]),
         (["--comm.layers_ahead", "3"], ["comm.layers_ahead = 3", "<= 2"]),
         (["--comm.overlap", "maybe"], ["comm.overlap = maybe"]),
         (["--comm.reduce_bucket_bytes", "0"], ["comm.reduce_bucket_bytes = 0", ">= 1, or none"]),
@@ -344,6 +359,37 @@ def test_a_resolved_optimizer_has_the_settings_of_its_recipe_and_no_others(name,
     assert load(["--config", write(tmp_path, to_yaml(resolved))]) == resolved
     other = resolve(load(["--optim.name", name, "--optim.lr", "0.5", "--optim.weight_decay", "0.25"]), 8, "cpu")
     assert (other.optim.lr, other.optim.weight_decay) == (0.5, 0.25)
+
+
+def test_a_resolved_config_is_that_of_all_processes(tmp_path):
+    flags = [
+        "--distributed.coordinator",
+        "host:1234",
+        "--distributed.processes",
+        "2",
+        "--distributed.local_devices",
+        "0",
+    ]
+    flags += ["--distributed.heartbeat_timeout_s", "50"]
+    first, second = (resolve(load([*flags, "--distributed.process", str(i)]), 8, "cpu") for i in range(2))
+    assert first == second
+    assert (first.distributed.coordinator, first.distributed.heartbeat_timeout_s) == ("auto", 50)
+    assert load(["--config", write(tmp_path, to_yaml(first))]) == first
+    assert dict(config.values_of(first))["distributed.processes"] is None
+
+
+@pytest.mark.parametrize("mesh", ["tp=4", "node=2,tp=4", "node=1,dp=-1,tp=4"])
+def test_tensor_parallelism_across_hosts_is_refused_until_it_is_written_out(mesh):
+    hosts = ["a", "a", "b", "b", "c", "c", "d", "d"]
+    with pytest.raises(
+        ConfigError, match=r"tp = 4 would lie across hosts \(devices: 2 on a, 2 on b, .*divides 2,"
+    ) as caught:
+        resolve(load(["--mesh", "dp=-1," * ("-1" not in mesh and "node" not in mesh) + mesh]), 8, "cpu", hosts)
+    written_out = str(caught.value).rpartition(" ")[2]
+    resolved = resolve(load(["--mesh", written_out]), 8, "cpu", hosts)
+    assert resolved.mesh == written_out
+    assert resolve(load(["--mesh", "dp=-1,tp=2"]), 8, "cpu", hosts).mesh == "node=1,dp=4,tp=2"
+    assert resolve(load(["--mesh", "dp=-1,tp=4"]), 8, "cpu", ["a"] * 8).mesh == "node=1,dp=2,tp=4"
 
 
 def test_every_setting_of_an_optimizer_is_a_key():

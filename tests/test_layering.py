@@ -23,6 +23,8 @@ ROWS = [
         "seal",
         "checksums",
         "metrics_file",
+        "distributed",
+        "together",
     },
     {"collectives", "hlo", "reads", "watch", "compile_cache"},
     {"zero"},

@@ -7,16 +7,18 @@ other (`Config`), and of the whole against the devices (`resolve`).
 """
 
 from jzero.config.errors import ConfigError
+from jzero.config.fields import values_of
 from jzero.config.files import read_yaml, to_yaml
 from jzero.config.loading import load, validate
 from jzero.config.schema import Config, profile_steps, resolve
-from jzero.config.sections import Comm, Data, Log, MixtureSource, Model, Optim, Precision, Run, Zero
+from jzero.config.sections import Comm, Data, Distributed, Log, MixtureSource, Model, Optim, Precision, Run, Zero
 
 __all__ = [
     "Comm",
     "Config",
     "ConfigError",
     "Data",
+    "Distributed",
     "Log",
     "MixtureSource",
     "Model",
@@ -30,4 +32,5 @@ __all__ = [
     "resolve",
     "to_yaml",
     "validate",
+    "values_of",
 ]

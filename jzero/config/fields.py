@@ -17,6 +17,15 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, F
             yield f"{prefix}{name}", field
 
 
+def values_of(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and value of every key, in the order of the schema."""
+    for name, value in section:
+        if isinstance(value, BaseModel):
+            yield from values_of(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def kind_of(field: FieldInfo) -> tuple[Any, bool]:
     """(type without None, whether None is allowed) of a field; of several types, the first."""
     if get_origin(field.annotation) not in (Union, UnionType):

@@ -2,15 +2,35 @@
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Annotated, Self
 
 import pydantic
 from pydantic import Field
 
-from jzero import mesh, recipes
+from jzero import distributed, mesh, recipes
 from jzero.config.errors import ConfigError
-from jzero.config.sections import Checkpoint, Comm, Count, Data, Log, Model, Optim, Precision, Run, Section, Zero
+from jzero.config.sections import (
+    Checkpoint,
+    Comm,
+    Count,
+    Data,
+    Distributed,
+    Log,
+    Model,
+    Optim,
+    Precision,
+    Run,
+    Section,
+    Zero,
+)
 
+_OF_ONE_PROCESS = {
+    "coordinator": distributed.AUTO,
+    "processes": None,
+    "process": None,
+    "local_devices": distributed.AUTO,
+}
 _MIXTURE_TOLERANCE = 1e-6  # thirds are written with a few digits
 
 
@@ -34,6 +54,7 @@ class Config(Section):
     zero: Zero = Field(default_factory=Zero.defaults)
     comm: Comm = Field(default_factory=Comm.defaults)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint.defaults)
+    distributed: Distributed = Field(default_factory=Distributed.defaults)
     log: Log = Field(default_factory=Log.defaults)
     run: Run = Field(default_factory=Run.defaults)
 
@@ -53,6 +74,7 @@ class Config(Section):
             raise ValueError(f"zero.axes = {','.join(self.zero.axes)} names an axis twice")
         profile_steps(self)
         _check_mixture(self.data)
+        _check_distributed(self.distributed)
         return self
 
 
@@ -74,20 +96,24 @@ def profile_steps(config: Config) -> tuple[int, int] | None:
     return first, last
 
 
-def resolve(config: Config, device_count: int, platform: str) -> Config:
+def resolve(config: Config, device_count: int, platform: str, hosts: Sequence[str] = ()) -> Config:
     """`config` with nothing left open: mesh sizes, microbatch, number format and optimizer settings are of this run.
+
+    Which of several processes this is says nothing about the run, and is forgotten.
 
     Args:
         config: as loaded.
         device_count: devices of all processes.
         platform: `jax.default_backend()`.
+        hosts: of each device, in the order in which they fill the mesh; empty: all are of one host.
 
     Raises:
-        ConfigError: the mesh does not make `device_count` devices, `tp` does not divide the heads, or the batch is not
-            a multiple of `micro_batch` times the data-parallel size.
+        ConfigError: the mesh does not make `device_count` devices, `tp` does not divide the heads or lies across hosts,
+            or the batch is not a multiple of `micro_batch` times the data-parallel size.
     """
     try:
         sizes = mesh.sizes_on(mesh.parse(config.mesh), device_count)
+        mesh.check_tp_inside_hosts(mesh.parse(config.mesh), sizes, hosts)
         _check_tensor_parallel(config.model, sizes[mesh.TP])
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -112,6 +138,7 @@ def resolve(config: Config, device_count: int, platform: str) -> Config:
             "micro_batch": micro_batch,
             "precision": config.precision.model_copy(update={"params": params}),
             "optim": config.optim.model_copy(update=optim),
+            "distributed": config.distributed.model_copy(update=_OF_ONE_PROCESS),
         }
     )
 
@@ -129,6 +156,20 @@ def _check_mixture(data: Data) -> None:
     if data.mixture and abs(math.fsum(weights) - 1) > _MIXTURE_TOLERANCE:
         shown = " + ".join(map(str, weights))
         raise ValueError(f"data.mixture: the weights {shown} sum to {math.fsum(weights):g}; they must sum to 1")
+
+
+def _check_distributed(settings: Distributed) -> None:
+    if settings.coordinator not in (None, distributed.AUTO):
+        distributed.check_address(settings.coordinator)
+    distributed.device_numbers(settings.local_devices)
+    for key in ("processes", "process"):
+        if settings.coordinator is None and getattr(settings, key) is not None:
+            value = getattr(settings, key)
+            raise ValueError(f"distributed.{key} = {value}: distributed.coordinator = none, so there is one process")
+    if settings.process is not None and settings.processes is not None and settings.process >= settings.processes:
+        raise ValueError(
+            f"distributed.process = {settings.process}: must be below distributed.processes = {settings.processes}"
+        )
 
 
 def _check_optimizer(optim: Optim) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from jzero import recipes
+from jzero import distributed, recipes
 from jzero.config.fields import kind_of
 from jzero.models.attention import Implementation
 from jzero.models.decoder_config import Biases, DecoderConfig, Mlp, Norm, Remat
@@ -264,6 +264,34 @@ class Checkpoint(Section):
         if not str(value).isdecimal() or int(value) >= 2**31:
             raise ValueError(f"checkpoint.resume = {value}: must be auto, must, never or the number of a step")
         return int(value)
+
+
+class Distributed(Section):
+    """How several processes find each other; on its own, or under Slurm or Open MPI, nothing has to be set."""
+
+    coordinator: str | None = Field(
+        distributed.AUTO,
+        min_length=1,
+        description="HOST:PORT at which process 0 listens and the others find it; auto: as Slurm, Open MPI, Kubernetes "
+        "or JAX_COORDINATOR_ADDRESS say; none: this process trains on its own",
+    )
+    processes: int | None = Field(None, ge=1, description="how many there are; none: as the launcher says")
+    process: int | None = Field(None, ge=0, description="index of this one; none: as the launcher says")
+    local_devices: str = Field(
+        distributed.AUTO,
+        min_length=1,
+        description="GPUs of this process, such as 0,1; all: those it sees; auto: all, or the one of its index where "
+        "the launcher has several processes on a host",
+    )
+    start_timeout_s: Count = Field(
+        distributed.START_TIMEOUT_S, description="seconds to wait for all processes to start"
+    )
+    heartbeat_timeout_s: int = Field(
+        distributed.HEARTBEAT_TIMEOUT_S,
+        ge=5,
+        lt=2**31,
+        description="a process silent for so many seconds is taken for dead, and the others end",
+    )
 
 
 class Log(Section):

@@ -1,0 +1,317 @@
+"""Several processes as one run: how they find each other, and how one of them leaves.
+
+JAX starts them (`jax.distributed`); what is decided here is whether there are several at all, which devices each takes,
+how long anybody waits, and what is said when it does not come to pass.  JAX ends a process that waited in vain, or that
+lost another one, with `abort` and a stack trace; so far as can be, a line in words comes first.
+"""
+
+import importlib.util
+import os
+import re
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn
+
+import jax
+
+AUTO = "auto"
+ALL = "all"
+START_TIMEOUT_S = 120
+HEARTBEAT_TIMEOUT_S = 30
+_GRACE_S = 60  # beyond our own patience, after which JAX would abort
+_name = "process 0"  # set by `start`: JAX would start a backend to tell
+
+_PEER = re.compile("gloo|nccl|connection|coordination|heartbeat|unavailable", re.IGNORECASE)
+_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+_OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+_KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
+
+
+class StartError(RuntimeError):
+    """Processes that did not find each other; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What started this process as one of several.
+
+    Attributes:
+        name: for messages.
+        method: JAX's name of its way to find the coordinator; None: JAX finds it without a name.
+        processes: how many there are; None where JAX has to ask.
+        process: index of this one.
+        local_processes, local_process: the same on this host; None where a process sees no GPUs but its own.
+        missing: what JAX would need to find the coordinator, and is not there.
+    """
+
+    name: str
+    method: str | None
+    processes: int | None
+    process: int
+    local_processes: int | None = None
+    local_process: int | None = None
+    missing: str | None = None
+
+
+def launcher(env: Mapping[str, str]) -> Launcher | None:
+    """The launcher that `env` tells of, None for a process on its own: an allocation with one task is nobody's peer."""
+    if env.keys() >= set(_OPEN_MPI):
+        return _open_mpi(env)
+    if env.keys() >= set(_SLURM):
+        return _slurm(env)
+    if env.keys() >= set(_KUBERNETES):
+        missing = None if importlib.util.find_spec("kubernetes") else "the package kubernetes"
+        return Launcher("Kubernetes", None, None, int(env["JOB_COMPLETION_INDEX"]), missing=missing)
+    return None
+
+
+def _open_mpi(env: Mapping[str, str]) -> Launcher | None:
+    size, rank, local = (int(env[name]) for name in _OPEN_MPI)
+    if size == 1:
+        return None
+    # From version 5 on there is no address in the environment: JAX asks mpi4py.
+    method = "ompi" if "OMPI_MCA_orte_hnp_uri" in env else "mpi4py"
+    found = method == "ompi" or importlib.util.find_spec("mpi4py") is not None
+    local_size = int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", size))
+    return Launcher("Open MPI", method, size, rank, local_size, local, None if found else "the package mpi4py")
+
+
+def _slurm(env: Mapping[str, str]) -> Launcher | None:
+    # Within `salloc` the number of tasks may be the allocation's, of which an interactive shell is one alone.
+    tasks = int(env["SLURM_NTASKS"])
+    if min(tasks, int(env.get("SLURM_STEP_NUM_TASKS", tasks))) == 1:
+        return None
+    counts = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", str(tasks))))
+    here = counts[min(int(env.get("SLURM_NODEID", 0)), len(counts) - 1)]
+    bound = "SLURM_GPUS_PER_TASK" in env  # then a task sees its own GPUs alone, numbered from 0
+    local = (None, None) if bound else (here, int(env["SLURM_LOCALID"]))
+    return Launcher("Slurm", "slurm", tasks, int(env["SLURM_PROCID"]), *local)
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Slurm's "2(x3),1" as [2, 2, 2, 1]."""
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, times in parts for _ in range(int(times or 1))]
+
+
+def start(
+    coordinator: str | None = AUTO,
+    processes: int | None = None,
+    process: int | None = None,
+    local_devices: str = AUTO,
+    start_timeout_s: int = START_TIMEOUT_S,
+    heartbeat_timeout_s: int = HEARTBEAT_TIMEOUT_S,
+) -> int:
+    """Joins this process to its peers, if it has any; to be called before JAX starts its backends.
+
+    With "auto" and neither a launcher nor JAX_COORDINATOR_ADDRESS it does nothing.  From here on an exception that
+    nobody catches ends the process at once.
+
+    Args:
+        coordinator: HOST:PORT at which process 0 listens and the others look for it; "auto": as the launcher says;
+            None: this process is on its own, whatever the launcher says.
+        processes, process: how many there are, and which of them this is; None: as the launcher says.
+        local_devices: GPUs of this process, such as "0,1"; "all": those that it sees; "auto": all, or the one of its
+            index where the launcher has several processes on a host.
+        start_timeout_s: for how long to wait for all of them.
+        heartbeat_timeout_s: a process that was silent for so long is taken for dead, and all others end.
+
+    Returns:
+        The number of processes; 0 if JAX alone knows it.
+
+    Raises:
+        StartError: they did not come together, or who they are is not known.
+    """
+    coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS", AUTO) if coordinator == AUTO else coordinator
+    found = launcher(os.environ)
+    if coordinator is None or processes == 1 or (coordinator == AUTO and found is None and processes is None):
+        return 1
+    count = processes if processes is not None or found is None else found.processes
+    index = process if process is not None or found is None else found.process
+    _check_known(coordinator, count, index, found)
+    if coordinator != AUTO and index == 0:
+        _check_port(coordinator)
+    _prepare_jax()
+    peer = _Peer(coordinator, count, index, found)
+    _initialize(
+        peer,
+        start_timeout_s,
+        coordinator_address=None if coordinator == AUTO else coordinator,
+        num_processes=count,
+        process_id=index,
+        local_device_ids=_local_devices(local_devices, found),
+        cluster_detection_method=found.method if coordinator == AUTO and found else "deactivate",
+        initialization_timeout=start_timeout_s + _GRACE_S,
+        heartbeat_timeout_seconds=heartbeat_timeout_s,
+    )
+    return count or 0
+
+
+def started() -> bool:
+    """Whether this process has peers, or waits for them."""
+    return jax.distributed.is_initialized()
+
+
+def name() -> str:
+    """This process as messages speak of it."""
+    return _name
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process at once: on the usual way out JAX waits for the others, who may be waiting for this one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def lost_peer(error: RuntimeError) -> bool:
+    """Whether an error of a computation says that another process is gone, not that this one did something wrong."""
+    return started() and bool(_PEER.search(str(error)))
+
+
+def _leave_after(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:
+    traceback.print_exception(kind, error, trace)
+    leave(1)
+
+
+def _check_known(coordinator: str, count: int | None, index: int | None, found: Launcher | None) -> None:
+    explicit = "distributed.coordinator = HOST:PORT, distributed.processes and distributed.process"
+    if coordinator == AUTO and found is None:
+        raise StartError(
+            f"distributed.processes = {count}, and no launcher that JAX knows started them: set {explicit}"
+        )
+    if coordinator == AUTO and found and found.missing:
+        raise StartError(
+            f"this is process {found.process} of a job of {found.name}, and JAX needs {found.missing} to find the "
+            f"others: install it, or set {explicit}; distributed.coordinator = none if it trains on its own"
+        )
+    if coordinator != AUTO and None in (count, index):
+        key = "processes" if count is None else "process"
+        raise StartError(f"distributed.coordinator = {coordinator} needs distributed.{key}, which no launcher tells")
+    if None not in (count, index) and not 0 <= int(index or 0) < int(count or 0):
+        raise StartError(f"distributed.process = {index}: must be below distributed.processes = {count}")
+
+
+def _check_port(coordinator: str) -> None:
+    """Whether process 0 can listen there: JAX would end it without a word."""
+    port = int(coordinator.rpartition(":")[2])
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise StartError(
+            f"distributed.coordinator = {coordinator}: process 0 cannot listen on port {port}: {error.strerror}"
+        ) from None
+
+
+def check_address(text: str) -> None:
+    """Whether `text` is HOST:PORT.
+
+    Raises:
+        ValueError: it is not.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"distributed.coordinator = {text}: must be HOST:PORT, auto or none")
+
+
+def device_numbers(text: str) -> list[int]:
+    """ "0,1" as [0, 1]; empty for "all" and "auto".
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if text in (ALL, AUTO):
+        return []
+    numbers = [int(part) if part.strip().isdecimal() else -1 for part in text.split(",")]
+    if min(numbers) < 0 or len(set(numbers)) < len(numbers):
+        raise ValueError(f"distributed.local_devices = {text}: must be numbers such as 0,1, or all or auto")
+    return numbers
+
+
+def _local_devices(setting: str, found: Launcher | None) -> list[int] | None:
+    """Numbers of GPUs as JAX takes them; empty for all that are visible."""
+    if setting != AUTO:
+        return device_numbers(setting)
+    if "JAX_LOCAL_DEVICE_IDS" in os.environ:
+        return None  # JAX reads it
+    # Left to itself JAX takes one GPU per process, by its index on the host, even where a process has a host's all.
+    if found is None or found.local_process is None or found.local_processes == 1:
+        return []
+    return [found.local_process]
+
+
+def _prepare_jax() -> None:
+    """Settings of JAX for several processes; XLA reads its flags when the first backend starts."""
+    # Its handler of SIGTERM would take the place of the run's own.
+    jax.config.update("jax_enable_preemption_service", False)
+    # Before 0.12 collectives between CPU processes that are scheduled at the same time gave other numbers in every run.
+    # The flag is known to 0.10 to 0.12; later versions need not know it, and an unknown flag ends the process.
+    flag = "--xla_cpu_enable_concurrency_optimized_scheduler"
+    if jax.__version_info__ < (0, 12) and flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}=false".strip()
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """One process as messages speak of it, and what it looks for."""
+
+    coordinator: str
+    processes: int | None
+    process: int | None
+    found: Launcher | None
+
+    def __str__(self) -> str:
+        return f"process {self.process}" + ("" if self.processes is None else f" of {self.processes}")
+
+    @property
+    def address(self) -> str:
+        if self.coordinator != AUTO:
+            return self.coordinator
+        return f"the address that {self.found.name if self.found else 'JAX'} gives"
+
+
+def _initialize(peer: _Peer, timeout_s: int, **settings: Any) -> None:
+    """`jax.distributed.initialize`, for at most `timeout_s` and with an exception at the end, not an abort."""
+    global _name  # noqa: PLW0603
+    _name = str(peer)
+    sys.excepthook = _leave_after
+    failed: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            jax.distributed.initialize(**settings)
+        except Exception as error:  # noqa: BLE001 (raised again, in the thread that waits)
+            failed.append(error)
+
+    thread = threading.Thread(target=connect, name="jax.distributed", daemon=True)
+    thread.start()
+    # Process 0 leaves last, so that the others can say what they could reach.
+    thread.join(timeout_s + (2 if peer.process == 0 else 0))
+    if failed:
+        raise StartError(f"{peer} could not be started: {failed[0]}") from failed[0]
+    if thread.is_alive():
+        raise StartError(_why_alone(peer, timeout_s))
+
+
+def _why_alone(peer: _Peer, timeout_s: int) -> str:
+    limit = f"within {timeout_s} s (distributed.start_timeout_s)"
+    if peer.process == 0:
+        return f"{peer}: not all processes came to {peer.address} {limit}: look at what the missing ones say"
+    reason = "" if peer.coordinator == AUTO else _unreachable(peer.coordinator)
+    if peer.coordinator == AUTO or reason:
+        return f"{peer} did not reach the coordinator, process 0, at {peer.address} {limit}{reason}"
+    return f"{peer} reached the coordinator at {peer.address}, but not all processes did {limit}"
+
+
+def _unreachable(coordinator: str) -> str:
+    host, _, port = coordinator.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+    except OSError as error:
+        return f": {error.strerror or error}"
+    return ""

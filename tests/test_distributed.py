@@ -1,0 +1,301 @@
+"""Several processes are one run: they start, agree, train and end together, and nobody waits for ever."""
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+
+import pytest
+from processes import end, free_address, spawn, spawn_run, wait
+from tiny_run import TINY
+
+from jzero import distributed
+from jzero.distributed import Launcher, StartError, launcher
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "a[1-2]", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2"}
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.txt"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
+    return path
+
+
+# Who has started this process.
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},  # inside salloc, not under srun
+        {**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        {**SLURM, "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # an interactive step
+        {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},  # a pod that is no part of an indexed job
+    ],
+)
+def test_a_process_on_its_own_is_nobodys_peer(env, monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("SLURM", "OMPI", "KUBERNETES", "JOB_", "JAX_COORD"))]:
+        monkeypatch.delenv(name)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert launcher(os.environ) is None
+    assert distributed.start() == 1
+    assert not distributed.started()
+
+
+def test_what_a_launcher_tells_is_read():
+    slurm = {**SLURM, "SLURM_NTASKS": "5", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
+    assert launcher(slurm) == Launcher("Slurm", "slurm", 5, 1, 2, 1)
+    assert launcher({**slurm, "SLURM_NODEID": "2", "SLURM_LOCALID": "0"}) == Launcher("Slurm", "slurm", 5, 1, 1, 0)
+    assert launcher({**slurm, "SLURM_GPUS_PER_TASK": "1"}) == Launcher("Slurm", "slurm", 5, 1)
+    old = {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    assert launcher(old) == Launcher("Open MPI", "ompi", 4, 3, 2, 1)
+    found = launcher(KUBERNETES)
+    assert (found.processes, found.process) == (None, 2)
+
+
+@pytest.mark.parametrize(
+    ("env", "devices"),
+    [
+        ({}, []),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}, []),  # one task per host has all its GPUs
+        ({"SLURM_STEP_TASKS_PER_NODE": "2"}, [1]),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_GPUS_PER_TASK": "1"}, []),  # Slurm shows each task its own
+    ],
+)
+def test_every_gpu_of_a_host_belongs_to_one_process(env, devices):
+    found = launcher({**SLURM, "SLURM_NTASKS": "2", "SLURM_PROCID": "1", **env}) if env else None
+    assert distributed._local_devices("auto", found) == devices
+    assert distributed._local_devices("all", found) == []
+    assert distributed._local_devices("2,3", found) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("env", "settings", "parts"),
+    [
+        ({}, {"processes": 2}, ["distributed.processes = 2", "no launcher", "distributed.coordinator = HOST:PORT"]),
+        ({}, {"coordinator": "a:1", "process": 1}, ["a:1 needs distributed.processes"]),
+        ({}, {"coordinator": "a:1", "processes": 2}, ["a:1 needs distributed.process,"]),
+        ({"JAX_COORDINATOR_ADDRESS": "b:1"}, {}, ["b:1 needs distributed.processes"]),
+        ({}, {"coordinator": "a:1", "processes": 2, "process": 2}, ["distributed.process = 2", "processes = 2"]),
+        (OPEN_MPI, {}, ["process 3 of a job of Open MPI", "mpi4py", "distributed.coordinator = none"]),
+        (KUBERNETES, {}, ["process 2 of a job of Kubernetes", "the package kubernetes"]),
+    ],
+)
+def test_a_start_that_cannot_be_is_refused_in_words(env, settings, parts, monkeypatch):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(StartError) as caught:
+        distributed.start(**settings)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("", 0)) as taken:
+        address = f"localhost:{taken.getsockname()[1]}"
+        with pytest.raises(StartError, match=f"{address}: process 0 cannot listen .*: Address already in use"):
+            distributed.start(address, processes=2, process=0)
+
+
+# What they know of each other.
+
+AGREE = """
+import sys
+import jax
+from jzero import distributed, together
+
+jax.config.update("jax_num_cpu_devices", 2)
+process = int(sys.argv[2])
+distributed.start(sys.argv[1], processes=2, process=process)
+print("text:", together.broadcast_text("of 0, ü" if process == 0 else "no"), together.gather_texts("x" * process))
+
+
+def outcome(*errors):
+    try:
+        with together.agreed((ValueError,)):
+            if errors[process] is not None:
+                raise errors[process]
+    except Exception as error:
+        return f"{type(error).__name__} {error} {getattr(error, 'bad_input', '')}"
+
+
+print("1:", outcome(None, None))
+print("2:", outcome(None, ValueError("data.path = x")))
+print("3:", outcome(ValueError("lr"), ValueError("lr")))
+print("4:", outcome(OSError("disk"), ValueError("lr")))
+print("5:", outcome(KeyError("bug"), None))
+together.same_everywhere({"a": 1})
+try:
+    together.same_everywhere({"a": 1, "optim.lr": 0.1 * (process + 1)})
+except together.ProcessError as error:
+    print("6:", str(error).partition(": all processes must be")[0])
+flag = together.Flag(2)
+print("flag:", *[int(flag.ask(process == 1 and step == 3)) for step in range(8)])
+devices, hosts = together.devices_by_host()
+print("devices:", [d.process_index for d in devices], len(set(hosts)))
+"""
+
+
+def test_processes_agree_on_what_failed_on_settings_and_on_stopping():
+    address = free_address()
+    ended = wait([spawn(["-c", AGREE, address, str(i)]) for i in range(2)])
+    assert [process.status for process in ended] == [0, 0], ended[0].err + ended[1].err
+    told = [process.out.splitlines() for process in ended]
+    both = [
+        "text: of 0, ü ['', 'x']",
+        "1: None",
+        "2: ProcessError process 1 of 2: data.path = x True",
+        "3: ProcessError lr True",
+        "4: ProcessError process 0 of 2: disk; process 1 of 2: lr False",
+        "6: optim.lr is 0.2 in process 1 and 0.1 in process 0",
+        "flag: 0 0 0 0 0 1 0 0",
+        "devices: [0, 0, 1, 1] 1",
+    ]
+    assert [[line for line in lines if not line.startswith("5:")] for lines in told] == [both, both]
+    assert "5: KeyError 'bug' " in told[0]
+    assert "5: ProcessError process 0 of 2: KeyError: 'bug' False" in told[1]
+
+
+# Through the command line.
+
+
+def argv_of(corpus, *more):
+    return [*TINY, "--model.layers", "1", "--data.path", str(corpus), "--log.every", "1", "--steps", "4", *more]
+
+
+def losses(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        (line["step"], name, line[name])
+        for line in lines
+        for name in ("loss", "grad_norm", "eval_loss")
+        if name in line
+    ]
+
+
+def trained(tmp_path, corpus, processes, *more):
+    run_dir = tmp_path / f"by {processes}"
+    ended = wait(spawn_run(processes, argv_of(corpus, "--run.dir", str(run_dir), *more), tmp_path), 300)
+    assert [process.status for process in ended] == [0] * processes, [process.err[-3000:] for process in ended]
+    return ended, losses(run_dir)
+
+
+def same(first, second):
+    assert [row[:2] for row in first] == [row[:2] for row in second]
+    assert [row[2] for row in first] == pytest.approx([row[2] for row in second], rel=1e-6)
+
+
+def test_two_processes_train_as_one_does_and_one_of_them_speaks(tmp_path, corpus):
+    (speaker, other), two = trained(tmp_path, corpus, 2)
+    _, one = trained(tmp_path, corpus, 1)
+    assert len(two) == 2 + 2 * 4
+    same(one, two)
+    assert "2 x 4 fake CPU devices" in speaker.out
+    assert "done: 4 steps" in speaker.out
+    assert (other.out, other.err) == ("", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(
+    ("stage", "mesh"), [("3", "dp=4,tp=2"), ("2", "node=2,dp=4"), ("1", "dp=2,tp=4"), ("0", "dp=8")]
+)
+def test_the_number_of_processes_does_not_change_a_run(tmp_path, corpus, processes, stage, mesh):
+    flags = ["--stage", stage, "--mesh", mesh, "--steps", "20", "--batch_size", "16", "--micro_batch", "1"]
+    flags += ["--model.heads", "4", "--model.kv_heads", "4", "--model.layers", "2"]
+    _, several = trained(tmp_path, corpus, processes, *flags)
+    _, one = trained(tmp_path, corpus, 1, *flags)
+    assert len(several) == 2 + 2 * 20
+    same(one, several)
+
+
+def errors(process):
+    return [line for line in process.err.splitlines() if line.startswith("error:")]
+
+
+def test_data_that_one_process_lacks_ends_all_with_one_message(tmp_path, corpus):
+    own = {0: [], 1: ["--data.path", "/no/such"]}
+    ended = wait(spawn_run(2, argv_of(corpus), tmp_path, own))
+    assert [process.status for process in ended] == [2, 2]
+    assert errors(ended[0]) == ["error: process 1 of 2: data.path = /no/such: no such file or directory"]
+    assert not ended[1].err
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.txt"]
+
+
+def test_settings_that_differ_end_all_with_one_message(tmp_path, corpus):
+    ended = wait(spawn_run(2, argv_of(corpus), tmp_path, {0: [], 1: ["--optim.lr", "0.5"]}))
+    assert [process.status for process in ended] == [2, 2]
+    (message,) = errors(ended[0])
+    assert message.startswith("error: optim.lr is 0.5 in process 1 and 0.003 in process 0")
+    assert not ended[1].err
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.txt"]
+
+
+def test_a_mesh_that_does_not_fit_is_said_once(tmp_path, corpus):
+    ended = wait(spawn_run(2, argv_of(corpus, "--mesh", "dp=3"), tmp_path))
+    assert [process.status for process in ended] == [2, 2]
+    assert [len(errors(process)) for process in ended] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("alone", "message"),
+    [
+        (0, r"process 0 of 2: not all processes came to .* within 2 s \(distributed.start_timeout_s\)"),
+        (1, r"process 1 of 2 did not reach the coordinator, process 0, at .* within 2 s .*: Connection refused"),
+    ],
+)
+def test_a_missing_process_is_missed_within_a_bounded_time(tmp_path, corpus, alone, message):
+    argv = argv_of(corpus, "--distributed.start_timeout_s", "2")
+    (ended,) = wait(spawn_run(2, argv, tmp_path, {alone: []}), 30)
+    assert ended.status == 1
+    (line,) = errors(ended)
+    assert re.search(message, line), line
+    assert "Check failure" not in ended.err
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.txt"]
+
+
+def killed_under_way(tmp_path, corpus, victim, sent, processes=2):
+    """The other processes of a run of which one gets a signal after some steps."""
+    run_dir = tmp_path / "run"
+    flags = ["--steps", "100000", "--run.dir", str(run_dir), "--distributed.heartbeat_timeout_s", "10"]
+    started = spawn_run(processes, argv_of(corpus, *flags), tmp_path)
+    metrics = run_dir / "metrics.jsonl"
+    try:
+        latest = time.monotonic() + 120
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
+            assert time.monotonic() < latest
+            assert [process.poll() for process in started] == [None] * processes
+            time.sleep(0.2)
+    finally:
+        started[victim].send_signal(sent)
+    try:
+        return wait([process for index, process in enumerate(started) if index != victim], 60)
+    finally:
+        end(started[victim])
+
+
+DEATHS = [(0, signal.SIGKILL, 2), (1, signal.SIGSTOP, 2), (0, signal.SIGSTOP, 2), (2, signal.SIGKILL, 4)]
+SAID = (
+    "another process is gone",
+    "another task died",
+)  # by us, or by JAX, which ends a process when it is first to see it
+
+
+@pytest.mark.parametrize(
+    ("victim", "sent", "processes"),
+    [(1, signal.SIGKILL, 2), *(pytest.param(*death, marks=pytest.mark.slow) for death in DEATHS)],
+)
+def test_when_a_process_dies_the_others_stop_and_say_so(tmp_path, corpus, victim, sent, processes):
+    for other in killed_under_way(tmp_path, corpus, victim, sent, processes):
+        assert other.status != 0
+        assert other.seconds < 40
+        assert any(words in other.err for words in SAID), other.err
