@@ -12,22 +12,27 @@ far as its writer saw; what happened to it since is found by its seal.  Older st
 """
 
 import contextlib
+import functools
 import itertools
 import json
+import logging
+import os
+import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
-from jzero import seal, stored
+from jzero import seal, stored, together
 from jzero.checksums import checksums
 from jzero.step import TrainState
+from jzero.stored import MismatchError
 
 _T = TypeVar("_T")
 
@@ -152,7 +157,7 @@ class Checkpoints:
         with self._failing():
             self._writer.wait_until_finished()
         self._writing = None
-        if jax.process_index() == 0 and self._keep is not None:
+        if together.is_first() and self._keep is not None:
             for number in self.steps()[: -self._keep]:
                 _remove(self.directory / str(number))
 
@@ -206,7 +211,10 @@ class Checkpoints:
         sums = _by_all(lambda: seal.read(path))
         held = _by_all(lambda: _held(path / "state"))
         wanted = stored.leaves(abstract_state)
-        found = stored.sources(held, wanted)
+        try:
+            found = stored.sources(held, wanted)
+        except MismatchError as error:
+            raise MismatchError(f"step {step} in {self.directory}: {error}") from None
         # Each stored array once, in the sharding of the first leaf that comes from it, and in the dtype that it has.
         first = {source: name for name, source in reversed(found.items())}
         targets = {
@@ -233,7 +241,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"{self.directory} holds {_listed(later)} of another run: restore from there, or save elsewhere"
             )
-        if jax.process_index() == 0:
+        if together.is_first():
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 for path in self.directory.glob(f"*{_UNFINISHED}*"):
@@ -265,14 +273,31 @@ class Checkpoints:
         except Exception as error:  # whatever ended the writer, the step is not there
             assert self._writing is not None
             (step, _), self._writing = self._writing, None
-            if jax.process_index() == 0:
+            if together.is_first():
                 for path in self.directory.glob(f"{step}{_UNFINISHED}*"):
                     shutil.rmtree(path, ignore_errors=True)
-            reason = " ".join(str(error).split())[:_REASON]
             newest = f"the newest complete one is {self.steps()[-1]}" if self.steps() else "there is no other"
             raise CheckpointError(
-                f"step {step} could not be written to {self.directory} ({reason}); {newest}"
+                f"step {step} could not be written to {self.directory} ({_reason(error)}); {newest}"
             ) from error
+
+
+@functools.cache
+def quiet() -> None:
+    """Keeps off the terminal what Orbax and its threads print of an error, which is raised as a CheckpointError anyway.
+
+    For programs, not for libraries: it silences the loggers of absl and asyncio, and one message of `sys.excepthook`.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    earlier = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # Of writes that end after another one has failed.
+        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+            earlier(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _held(path: Path) -> dict[str, Any]:
@@ -303,14 +328,19 @@ def _by_all(read: Callable[[], _T]) -> _T:
         DamagedError: it does not, here or elsewhere.
     """
     try:
-        result, fault = read(), None
+        result, fault = read(), ""
     except (OSError, ValueError, KeyError, TypeError) as error:
-        result, fault = None, " ".join(str(error).split())[:_REASON]
-    if jax.process_count() > 1 and multihost_utils.process_allgather(np.array(fault is not None)).any():
-        fault = fault or "another process cannot read it"
-    if fault is not None:
-        raise DamagedError(fault)
+        result, fault = None, _reason(error)
+    faults = [f"{text} (process {i})" if i else text for i, text in enumerate(together.gather_texts(fault)) if text]
+    if faults:
+        raise DamagedError(faults[0])
     return result  # pyright: ignore[reportReturnType] (without a fault it is what read returned)
+
+
+def _reason(error: BaseException) -> str:
+    """Somebody else's message in a few words: what the system said, if it was the system."""
+    number = re.search(r"os_error_code='(\d+)'", str(error))
+    return os.strerror(int(number[1])) if number else " ".join(str(error).split())[:_REASON]
 
 
 def _set_aside(path: Path) -> None:

@@ -1,49 +1,69 @@
-"""The directory of a run: it is new, it can be written, and it belongs to one run alone."""
+"""The directory of a run: it can be written, it belongs to one run, and one session at a time works in it."""
 
 import platform
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import jax
+from filelock import FileLock, Timeout
 
 from jzero import together
+from jzero.checkpoint import Checkpoints
 from jzero.config import Config, ConfigError, to_yaml
 from jzero.directories import obstacle
 
+CHECKPOINTS = "checkpoints"
 SEEN_WITHIN_S = 60.0  # network file systems may keep what a directory held for so long
+_LOCK = ".lock"
 
 
-def start_run_dir(config: Config) -> tuple[Path, Config]:
-    """The directory of a new run, made and claimed by one process and seen by all, and the config that names it.
+@contextmanager
+def session(config: Config) -> Iterator[tuple[Path, Config]]:
+    """The directory of the run, made by one process and seen by all, and the config that names it.
+
+    While the block runs, no other session starts there; a killed process lets go of it, too.
 
     Raises:
-        ConfigError: it cannot be made, or another run was quicker.
+        ConfigError: it cannot be made, or another session is at work there.
         ProcessError: so it is in one of several processes, or one does not see what another writes.
     """
-    named = config
+    run_dir, lock = Path(), nullcontext()
     with together.agreed((ConfigError,)):
         if together.is_first():
-            named = _named(config, make_run_dir(config.run.dir))
-            claim(Path(str(named.run.dir)), to_yaml(named))
+            run_dir = make_run_dir(config.run.dir)
+            lock = locked(run_dir)
     if jax.process_count() > 1:
-        named = _named(config, Path(together.broadcast_text(str(Path(str(named.run.dir)).absolute()))))
+        run_dir = Path(together.broadcast_text(str(run_dir.absolute())))
         with together.agreed((ConfigError,)):
-            check_seen(Path(str(named.run.dir)), SEEN_WITHIN_S)
-    return Path(str(named.run.dir)), named
+            check_seen(run_dir, SEEN_WITHIN_S)
+    with lock:
+        yield run_dir, config.model_copy(update={"run": config.run.model_copy(update={"dir": str(run_dir)})})
 
 
-def _named(config: Config, path: Path) -> Config:
-    return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path)})})
+def locked(run_dir: Path) -> FileLock:
+    """The lock of a directory, taken.
+
+    Raises:
+        ConfigError: another session has it.
+    """
+    lock = FileLock(run_dir / _LOCK)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise ConfigError(f"run.dir = {run_dir}: another run is at work there; name another directory") from None
+    return lock
 
 
 def check_seen(run_dir: Path, within_s: float) -> None:
-    """Whether a directory that another process has claimed is there for this one, too.
+    """Whether a directory that another process has locked is there for this one, too.
 
     Raises:
         ConfigError: it is not, `within_s` seconds later.
     """
     end = time.monotonic() + within_s
-    while not (run_dir / "config.yaml").exists():
+    while not (run_dir / _LOCK).exists():
         if time.monotonic() > end:
             raise ConfigError(
                 f"run.dir = {run_dir}: process 0 has made it and it is not there on {platform.node()}; "
@@ -52,18 +72,37 @@ def check_seen(run_dir: Path, within_s: float) -> None:
         time.sleep(0.2)
 
 
-def check_run_dir(name: str | None) -> None:
-    """Refuses a directory that cannot take a new run; writes nothing.
+def check_run_dir(name: str | None, resume: str | int) -> None:
+    """Refuses a directory that cannot take the run; writes nothing.
+
+    Args:
+        name: `run.dir`; None for a new one.
+        resume: `checkpoint.resume`.
 
     Raises:
-        ConfigError: it holds a run, is not a directory, or cannot be written.
+        ConfigError: it is not a directory, cannot be written, or has not what `resume` asks for.
     """
     path = Path(name or "runs").absolute()
     if reason := obstacle(path):
         raise ConfigError(f"run.dir = {name or path}: {reason}; name another directory")
-    held = [f for f in ("config.yaml", "metrics.jsonl", "checkpoints") if name and (path / f).exists()]
-    if held:
-        raise ConfigError(f"run.dir = {name}: already holds a run ({', '.join(held)}); name a new directory")
+    held = [f for f in ("config.yaml", "metrics.jsonl", CHECKPOINTS) if name and (path / f).exists()]
+    if resume == "never" and held:
+        raise ConfigError(
+            f"run.dir = {name}: already holds a run ({', '.join(held)}), and checkpoint.resume = never; name a new "
+            f"directory, or go on with checkpoint.resume = auto"
+        )
+    if resume in ("auto", "never"):
+        return
+    if name is None:
+        raise ConfigError(f"checkpoint.resume = {resume}: run.dir says of which run, and is none")
+    steps = Checkpoints(path / CHECKPOINTS).steps()
+    if not steps:
+        raise ConfigError(f"checkpoint.resume = {resume}: there is no complete checkpoint in {path / CHECKPOINTS}")
+    if resume != "must" and resume not in steps:
+        there = ", ".join(map(str, steps))
+        raise ConfigError(
+            f"checkpoint.resume = {resume}: there is no such step in {path / CHECKPOINTS}; there are {there}"
+        )
 
 
 def make_run_dir(name: str | None) -> Path:
@@ -85,14 +124,8 @@ def make_run_dir(name: str | None) -> Path:
     raise ConfigError(f"run.dir = {names[0]}: is taken, and so are {len(names) - 1} like it")
 
 
-def claim(run_dir: Path, resolved: str) -> None:
-    """Writes config.yaml, which makes the directory this run's and nobody else's.
-
-    Raises:
-        ConfigError: another run was quicker.
-    """
-    try:
-        with (run_dir / "config.yaml").open("x", encoding="utf-8") as file:
-            file.write(resolved)
-    except FileExistsError:
-        raise ConfigError(f"run.dir = {run_dir}: another run has just started there; name a new directory") from None
+def write_config(run_dir: Path, config: Config) -> None:
+    """Writes config.yaml, whole or not at all; it is that of the last session."""
+    unfinished = run_dir / "config.yaml.unfinished"
+    unfinished.write_text(to_yaml(config), encoding="utf-8")
+    unfinished.replace(run_dir / "config.yaml")

@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,11 +20,13 @@ import jax
 import jzero
 from jzero import compile_cache, data, distributed, together, watch
 from jzero.build import check_memory, make_batches, make_run, open_data
+from jzero.checkpoint import quiet
 from jzero.config import Config, ConfigError, load, profile_steps, resolve, values_of
 from jzero.description import describe
-from jzero.journal import Journal, Progress, RunError, Waiting
+from jzero.journal import Journal, RunError, Waiting
 from jzero.models.flops import flops_per_token
-from jzero.run_dir import check_run_dir, start_run_dir
+from jzero.resume import Saves, begin, sequences
+from jzero.run_dir import CHECKPOINTS, check_run_dir, session, write_config
 
 FAKE_DEVICES = 8  # of all processes
 IN_FLIGHT = 2  # steps dispatched beyond the one whose metrics are read
@@ -32,6 +35,7 @@ BAD_INPUT = (ConfigError, data.DataError, compile_cache.CacheError)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains as `argv` says and returns the exit status."""
+    quiet()
     try:
         train(load(sys.argv[1:] if argv is None else argv))
     except BAD_INPUT as error:
@@ -40,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(error, 2 if error.bad_input else 1)
     except RunError as error:  # so it is with what they all computed
         return _say(error, 1)
-    except (distributed.StartError, OSError) as error:  # OSError: a full disk, data that is gone
+    except (distributed.StartError, jzero.CheckpointError, OSError) as error:  # OSError: a full disk, data that is gone
         return _failed(error, 1)
     except jax.errors.JaxRuntimeError as error:
         if not distributed.lost_peer(error):
@@ -77,6 +81,7 @@ def train(config: Config) -> None:
         StartError: the processes did not come together; nothing is written.
         ProcessError: one of several processes had one of these; nothing is written.
         RunError: too many steps in a row had a non-finite gradient, or the run ended without a finite loss.
+        CheckpointError: one could not be written.
     """
     # Processes and devices.
     start_cpu_devices(distributed.start(**config.distributed.model_dump()))
@@ -86,35 +91,45 @@ def train(config: Config) -> None:
     # process cannot do ends all of them.
     with together.agreed(BAD_INPUT):
         config = resolve(config, len(devices), jax.default_backend(), hosts)
-        check_run_dir(config.run.dir)
+        check_run_dir(config.run.dir, config.checkpoint.resume)
         compile_cache.directory(config.run.cache_dir)
-        mesh = jzero.make_mesh(config.mesh, devices)
-        start = Progress()
         parts = open_data(config)
-        batches, evals = make_batches(config, mesh, parts, start.step, start.samples)  # each process reads its own rows
-        run = make_run(config, mesh)
+        run = make_run(config, jzero.make_mesh(config.mesh, devices))
         check_memory(run)
-    together.same_everywhere(
-        {"jax": jax.__version__, **dict(values_of(config)), "data": "; ".join(data.describe(parts, evals))}
-    )
+    together.same_everywhere({"jax": jax.__version__, **dict(values_of(config)), "data": sequences(parts)})
 
     # From here on the run leaves traces.
-    kept = compile_cache.use(config.run.cache_dir)
-    run_dir, config = start_run_dir(config)
-    if together.is_first():
-        print("\n".join([*describe(config, run), *data.describe(parts, evals)]))
-        print(f"files: {run_dir}" + (f"; compiled programs: {kept}" if kept else ""), flush=True)
-
-    state = run.init()
-    speed = watch.utilization(flops_per_token(config.model.decoder(config.precision.params), config.data.seq_len))
-    traced = profile_steps(config) if together.is_first() else None
-    with (
-        Journal(run_dir / "metrics.jsonl", config, speed, start, writes=together.is_first()) as journal,
-        watch.Trace(traced, run_dir / "profile", journal.say, journal.aside) as trace,
-    ):
-        fit(Loop(run, batches, evals, journal, trace, averages=config.optim.ema is not None), state)
+    with session(config) as (run_dir, config):
+        journal = train_in(run_dir, config, run, parts)
     journal.say(journal.summary())
     journal.check()
+
+
+def train_in(run_dir: Path, config: Config, run: jzero.Run, parts: Sequence[data.Part]) -> Journal:
+    """A session of a run in its directory, from the state that it begins from to its last checkpoint.
+
+    Returns:
+        What was written of it, closed.
+    """
+    kept = compile_cache.use(config.run.cache_dir)
+    speed = watch.utilization(flops_per_token(config.model.decoder(config.precision.params), config.data.seq_len))
+    traced = profile_steps(config) if together.is_first() else None
+    with jzero.Checkpoints(run_dir / CHECKPOINTS, config.checkpoint.keep) as checkpoints:
+        with together.agreed(BAD_INPUT):
+            beginning = begin(config, run, parts, checkpoints)
+        start = beginning.progress
+        batches, evals = make_batches(config, run.mesh, parts, start.step, start.samples)  # each process its own rows
+        if together.is_first():
+            write_config(run_dir, config)
+            print("\n".join([*describe(config, run), *data.describe(parts, evals), *beginning.lines]))
+            print(f"files: {run_dir}" + (f"; compiled programs: {kept}" if kept else ""), flush=True)
+        with (
+            Journal(run_dir / "metrics.jsonl", config, speed, start, writes=together.is_first()) as journal,
+            watch.Trace(traced, run_dir / "profile", journal.say, journal.aside) as trace,
+        ):
+            saves = Saves(config, start, parts, checkpoints)
+            fit(Loop(run, batches, evals, journal, trace, saves, config.optim.ema is not None), beginning.state)
+    return journal
 
 
 @dataclass(frozen=True)
@@ -127,6 +142,7 @@ class Loop:
         evals: batches of an evaluation.
         journal: knows how far the run has come.
         trace: of the steps to profile.
+        saves: the checkpoints.
         averages: whether the run keeps an average of its weights, which is evaluated too.
     """
 
@@ -135,6 +151,7 @@ class Loop:
     evals: Iterable[data.Batch]
     journal: Journal
     trace: watch.Trace
+    saves: Saves
     averages: bool = False
 
 
@@ -155,6 +172,8 @@ def fit(loop: Loop, state: jzero.TrainState) -> jzero.TrainState:
         loop.trace.dispatched(step, metrics)
         waiting.put(step, metrics)
         journal.trained(waiting.ready())
+        if loop.saves.due(step):
+            loop.saves.save(step, state)
         if journal.evaluation_is_due(step):
             journal.trained(waiting.rest())
             take_evaluation(loop, state)

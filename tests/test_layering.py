@@ -40,8 +40,8 @@ ROWS = [
     {"assemble"},
     {"offload", "checkpoint"},
     {""},
-    {"description", "run_dir", "journal", "resume"},
-    {"build"},
+    {"description", "run_dir", "journal"},
+    {"build", "resume"},
     {"plan", "deepspeed"},
     {"train", "export", "generate"},
 ]

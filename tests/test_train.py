@@ -16,9 +16,11 @@ import yaml
 from tiny_run import TINY, batch_for_these_devices
 
 from jzero import config, train
+from jzero.checkpoint import Checkpoints
 from jzero.config import ConfigError, load
-from jzero.journal import Journal, RunError
-from jzero.run_dir import claim, make_run_dir
+from jzero.journal import Journal, Progress, RunError
+from jzero.resume import Saves
+from jzero.run_dir import locked, make_run_dir
 from jzero.watch import Trace
 
 ROOT = Path(__file__).parent.parent
@@ -91,7 +93,8 @@ def test_a_directory_that_holds_a_run_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").touch()
-    message = refused(capsys, tmp_path, "--batch_size", batch_for_these_devices(), "--run.dir", "old")
+    given = ["--batch_size", batch_for_these_devices(), "--run.dir", "old", "--checkpoint.resume", "never"]
+    message = refused(capsys, tmp_path, *given)
     assert "old: already holds a run (metrics.jsonl)" in message
 
 
@@ -176,9 +179,11 @@ def good(step):
 
 
 def fit(run, tmp_path, *argv, evals=()):
-    settings = load(["--steps", "20", "--log.every", "5", "--log.eval_every", "100", "--data.seq_len", "4", *argv])
+    settings = ["--steps", "20", "--log.every", "5", "--log.eval_every", "100", "--data.seq_len", "4", *argv]
+    settings = load([*settings, "--checkpoint.every", "none"])
+    saves = Saves(settings, Progress(), [], Checkpoints(tmp_path / "checkpoints"))
     with Journal(tmp_path / "metrics.jsonl", settings) as journal:
-        train.fit(train.Loop(run, [{}] * settings.steps, evals, journal, Trace(None, tmp_path)), 0)
+        train.fit(train.Loop(run, [{}] * settings.steps, evals, journal, Trace(None, tmp_path), saves), 0)
         return journal.summary()
 
 
@@ -275,10 +280,12 @@ def test_a_run_trains_and_leaves_its_settings_and_metrics(tmp_path, corpus, caps
     assert settings == config.validate(yaml.safe_load((run_dir / "config.yaml").read_text()))
     assert settings.run.dir == str(run_dir)
     assert settings.steps == 12
-    # the same directory again is refused, and stays as it is
+    # the same command again has nothing left to do, and leaves the metrics as they are
     before = (run_dir / "metrics.jsonl").read_text()
-    assert train.main(argv) == 2
-    assert "already holds a run" in capsys.readouterr().err
+    assert train.main(argv) == 0
+    assert "done: 0 steps after step 12" in capsys.readouterr().out
+    assert (run_dir / "metrics.jsonl").read_text() == before
+    assert train.main([*argv, "--checkpoint.resume", "never"]) == 2
     assert (run_dir / "metrics.jsonl").read_text() == before
 
 
@@ -405,8 +412,7 @@ def test_a_device_count_in_xla_flags_is_respected(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_belongs_to_the_run_that_was_quicker(tmp_path):
-    claim(tmp_path, "seed: 1\n")
-    with pytest.raises(ConfigError, match="another run has just started there"):
-        claim(tmp_path, "seed: 2\n")
-    assert (tmp_path / "config.yaml").read_text() == "seed: 1\n"
+def test_one_session_at_a_time_works_in_a_directory(tmp_path):
+    with locked(tmp_path), pytest.raises(ConfigError, match="another run is at work there"):
+        locked(tmp_path)
+    locked(tmp_path).release()

@@ -1,0 +1,186 @@
+"""What a run begins from, a fresh state or a checkpoint of its own directory, and what it saves for the next session.
+
+A run goes on exactly: same weights, optimizer state, random keys and counters, and the next sample of the stream.  So
+what the samples and the state belong to must be as it was: model, data, seed.  What does not change the numbers may
+change without a word (devices, stage, mesh, microbatches), and what does change them on purpose is said (learning
+rate, batch size, precision, number of steps).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jzero
+from jzero import data
+from jzero.checkpoint import CheckpointError
+from jzero.config import Config, ConfigError
+from jzero.journal import Progress
+from jzero.stored import MismatchError
+
+# Keys, and sections with a dot behind them.
+_CHANGES_NOTHING = (
+    *("stage", "mesh", "micro_batch", "zero.", "comm.", "log.", "checkpoint.", "run.", "distributed."),
+    *("data.prefetch", "data.eval_batches", "model.preset", "model.remat", "model.attention"),
+)
+_IS_SAID = ("model.dropout", "data.path", "data.glob", "data.tokenizer")  # the number of sequences guards the data
+_BELONGS = ("seed", "model.", "data.")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a session begins from.
+
+    Attributes:
+        state: the train state.
+        progress: how far the run has come.
+        lines: what a user should know of it.
+    """
+
+    state: jzero.TrainState
+    progress: Progress
+    lines: tuple[str, ...] = ()
+
+
+def begin(config: Config, run: jzero.Run, parts: Sequence[data.Part], checkpoints: jzero.Checkpoints) -> Beginning:
+    """The newest checkpoint that is whole, or the one that is asked for; a fresh state where there is none.
+
+    Args:
+        config: resolved.
+        run: what the state is for.
+        parts: of the config's data.
+        checkpoints: of the run directory.
+
+    Raises:
+        ConfigError: there is no such step, none can be read, or it is of another model or other data.
+    """
+    if not checkpoints.steps():
+        return Beginning(run.init(), Progress())
+    asked = config.checkpoint.resume
+    try:
+        found = checkpoints.restore(run.abstract_state, asked if isinstance(asked, int) else None)
+        about = _About.read(found)
+    except (CheckpointError, MismatchError) as error:
+        raise ConfigError(f"checkpoint.resume = {asked}: {error}") from error
+    where = f"step {found.step} in {checkpoints.directory}"
+    changes = _changes(about, config, sequences(parts), where)
+    if found.step > config.steps:
+        raise ConfigError(f"steps = {config.steps} is less than {where}, which this run would go on from")
+    lines = (
+        *(f"warning: {line}" for line in found.damaged),
+        f"goes on from {where}: {about.samples:,} sequences trained on",
+        *changes,
+        *([found.converted] if found.converted else []),
+    )
+    return Beginning(found.state, Progress(found.step, about.samples, int(found.state.skipped)), lines)
+
+
+class Saves:
+    """The checkpoints that a session takes.
+
+    Attributes:
+        enabled: whether it takes any.
+    """
+
+    def __init__(
+        self, config: Config, start: Progress, parts: Sequence[data.Part], checkpoints: jzero.Checkpoints
+    ) -> None:
+        """Takes none yet.
+
+        Args:
+            config: resolved.
+            start: what the session begins from.
+            parts: of the config's data.
+            checkpoints: where to.
+        """
+        self.enabled = config.checkpoint.every is not None
+        self._config, self._start, self._newest = config, start, start.step
+        self._sequences, self._checkpoints = sequences(parts), checkpoints
+
+    def due(self, step: int) -> bool:
+        """Whether the state after `step` is to be saved."""
+        every = self._config.checkpoint.every
+        return every is not None and (step % every == 0 or step == self._config.steps)
+
+    def save(self, step: int, state: jzero.TrainState) -> None:
+        """Begins to save the state after `step`, unless that is done already.
+
+        Raises:
+            CheckpointError: it cannot, or the save before has failed.
+        """
+        if self.enabled and step > self._newest:
+            samples = self._start.samples + (step - self._start.step) * self._config.batch_size
+            about = _About(samples, self._sequences, self._config.model_dump(mode="json"))
+            self._checkpoints.save(step, state, vars(about))
+            self._newest = step
+
+
+@dataclass(frozen=True)
+class _About:
+    """What is saved beside the state.
+
+    Attributes:
+        samples: of the training stream, that the state was trained on.
+        sequences: training sequences of each source.
+        config: resolved, as JSON has it.
+    """
+
+    samples: int
+    sequences: list[int]
+    config: dict[str, Any]
+
+    @classmethod
+    def read(cls, found: jzero.Restored) -> "_About":
+        try:
+            return cls(**found.about)
+        except TypeError:
+            raise CheckpointError(f"step {found.step} was not saved by jzero.train") from None
+
+
+def sequences(parts: Sequence[data.Part]) -> list[int]:
+    """Training sequences of each source."""
+    return [len(part.train) for part in parts]
+
+
+def _changes(about: _About, config: Config, now: list[int], where: str) -> list[str]:
+    """A line for every setting that changes what is learnt from here on.
+
+    Raises:
+        ConfigError: one has changed that the state or the order of samples belongs to.
+    """
+    lines: list[str] = []
+    old, new = _flat(about.config), _flat(config.model_dump(mode="json"))
+    for key in new:
+        if old.get(key) == new[key] or _is_among(key, _CHANGES_NOTHING):
+            continue
+        change = f"{key} = {_shown(new[key])}, and was {_shown(old.get(key))}"
+        if _is_among(key, _BELONGS) and key not in _IS_SAID:
+            raise ConfigError(
+                f"{change} at {where}: a run goes on with the same model, data and seed; set it back, or start "
+                f"another run with run.dir"
+            )
+        lines.append(f"changed: {change}")
+    if about.sequences != now:
+        raise ConfigError(
+            f"the data has {_counts(now)} training sequences and had {_counts(about.sequences)} at {where}: their "
+            f"order would be another one; start another run with run.dir"
+        )
+    return lines
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _is_among(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _counts(counts: list[int]) -> str:
+    return " + ".join(f"{n:,}" for n in counts)
