@@ -5,6 +5,10 @@ state = run.init()
 state, metrics = run.step(state, batch)
 """
 
+from jzero import stop  # noqa: F401 (first: a command line may be interrupted while it imports the rest)
+
+# isort: split
+
 from jzero import hlo, targets
 from jzero.assemble import setup
 from jzero.chains import make_optimizer

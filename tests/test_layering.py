@@ -25,6 +25,7 @@ ROWS = [
         "metrics_file",
         "distributed",
         "together",
+        "stop",
     },
     {"collectives", "hlo", "reads", "watch", "compile_cache"},
     {"zero"},

@@ -21,6 +21,7 @@ from jzero.config import ConfigError, load
 from jzero.journal import Journal, Progress, RunError
 from jzero.resume import Saves
 from jzero.run_dir import locked, make_run_dir
+from jzero.stop import Stop
 from jzero.watch import Trace
 
 ROOT = Path(__file__).parent.parent
@@ -183,7 +184,7 @@ def fit(run, tmp_path, *argv, evals=()):
     settings = load([*settings, "--checkpoint.every", "none"])
     saves = Saves(settings, Progress(), [], Checkpoints(tmp_path / "checkpoints"))
     with Journal(tmp_path / "metrics.jsonl", settings) as journal:
-        train.fit(train.Loop(run, [{}] * settings.steps, evals, journal, Trace(None, tmp_path), saves), 0)
+        train.fit(train.Loop(run, [{}] * settings.steps, evals, journal, Trace(None, tmp_path), saves, Stop()), 0)
         return journal.summary()
 
 

@@ -1,0 +1,163 @@
+"""SIGTERM and SIGINT, with which a scheduler or a user ends a run: no signal is lost, and none leaves a traceback.
+
+Before the first step there is nothing to keep, and a signal ends the process: an exception unwinds what is under way.
+From `Stop.hold` on, the first signal only sets `Stop.asked`, at which the loop looks once per step, and a second one
+ends the process at once.
+
+Handlers in Python do not suffice.  They run when the main thread comes back from C++, from compiling or from waiting
+for devices, which may be minutes, and an exception that they raise in one of the compiler's callbacks is swallowed.  So
+the signals are read a second time, by a thread, from the file descriptor that Python's own handler in C writes to: it
+tells the user, ends a process that does not unwind, and prints outside of any handler.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any, NoReturn, Self
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+GRACE_S = 3.0  # for what is under way to unwind before the first step
+ECHO_S = 1.0  # `timeout` and launchers signal a process and then its group: within this time it is one signal
+STDERR = 2
+
+_unwound = list[int]()  # signals that raised wherever the main thread was
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ends the run; the message is one line for the user.
+
+    Attributes:
+        status: exit status, 128 + number of the signal.
+    """
+
+    def __init__(self, number: int, when: str = "before the first step") -> None:
+        super().__init__(f"stopped by {_name(number)} {when}")
+        self.status = 128 + number
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process with an exit status, and with nothing else.
+
+    Where a signal has unwound JAX in the middle of its work, the interpreter's teardown often crashes, and is left out.
+    """
+    if _unwound:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+class Stop(contextlib.AbstractContextManager["Stop"]):
+    """Holds the handlers of SIGTERM and SIGINT, if it is entered in the main thread; a signal that is ignored stays so.
+
+    Attributes:
+        asked: number of the first signal; None as long as there was none.
+    """
+
+    def __init__(self) -> None:
+        self.asked: int | None = None
+        self._promise: str | None = None
+        self._held = False
+        self._replaced: dict[int, Any] = {}
+        self._watcher: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._pipe, into = os.pipe()
+            os.set_blocking(into, False)
+            self._wakeup = into, signal.set_wakeup_fd(into, warn_on_full_buffer=False)
+            self._watcher = threading.Thread(target=self._watch, name="jzero-signals", daemon=True)
+            self._watcher.start()
+            self._unraisable, sys.unraisablehook = sys.unraisablehook, self._swallowed
+            for number in SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._replaced[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held = True
+        for number, handler in self._replaced.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self._watcher:
+            sys.unraisablehook = self._unraisable
+            into, before = self._wakeup
+            signal.set_wakeup_fd(before)
+            os.close(into)
+            self._watcher.join()
+            os.close(self._pipe)
+
+    def hold(self, promise: str | None = "ending after this step") -> None:
+        """From the first call on, a first signal does no more than set `asked`.
+
+        Args:
+            promise: what is said to the user when one comes; None for nothing.
+
+        Raises:
+            Interrupted: one came before, and its exception was swallowed.
+        """
+        self._promise = promise
+        if not self._held and self.asked is not None:
+            raise Interrupted(self.asked)
+        self._held = True
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        first, self.asked = self.asked is None, self.asked or number
+        if first and not self._held:
+            _unwound.append(number)
+            raise Interrupted(number)
+
+    def _swallowed(self, lost: Any) -> None:
+        """An exception that Python drops: of `_handle`, in one of JAX's callbacks of the garbage collector, say."""
+        if isinstance(lost.exc_value, Interrupted):
+            _end(lost.exc_value)
+        self._unraisable(lost)
+
+    def _watch(self) -> None:
+        first, since = 0, 0.0
+        while True:
+            grace = max(0.0, since + GRACE_S - time.monotonic()) if first and not self._held else None
+            if not select.select([self._pipe], [], [], grace)[0]:
+                if not self._held:  # neither has the process unwound, nor has it come to the loop
+                    _end(Interrupted(first))
+                continue
+            found = os.read(self._pipe, 64)
+            if not found:
+                return
+            for number in filter(SIGNALS.__contains__, found):
+                if not first:
+                    first, since = number, time.monotonic()
+                    if self._held and self._promise:
+                        _tell(f"\n{_name(number)}: {self._promise}; again to end at once")
+                elif time.monotonic() - since > ECHO_S:
+                    _end(Interrupted(number, "at once, since it came again"))
+
+
+def _handle_at_once(number: int, _: FrameType | None) -> NoReturn:
+    _end(Interrupted(number), above="")
+
+
+def _end(interrupted: Interrupted, above: str = "\n") -> NoReturn:
+    _tell(f"{above}{interrupted}")  # below what is left of a progress bar
+    os._exit(interrupted.status)
+
+
+def _tell(line: str) -> None:
+    """Writes to stderr, past its locks, which the main thread may hold; not at all where it would have to wait."""
+    if select.select([], [STDERR], [], 0)[1]:
+        os.write(STDERR, f"{line}\n".encode())
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+# `python -m jzero.train` imports `jzero` before its own first line: from here on a signal ends it in one line.
+if sys.argv[:1] == ["-m"] and threading.current_thread() is threading.main_thread():
+    for _number in SIGNALS:
+        if signal.getsignal(_number) != signal.SIG_IGN:
+            signal.signal(_number, _handle_at_once)
