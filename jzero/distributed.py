@@ -24,6 +24,7 @@ ALL = "all"
 START_TIMEOUT_S = 120
 HEARTBEAT_TIMEOUT_S = 30
 _GRACE_S = 60  # beyond our own patience, after which JAX would abort
+_PATIENT_S = 10  # without a word
 _name = "process 0"  # set by `start`: JAX would start a backend to tell
 
 _PEER = re.compile("gloo|nccl|connection|coordination|heartbeat|unavailable", re.IGNORECASE)
@@ -33,7 +34,15 @@ _KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
 
 
 class StartError(RuntimeError):
-    """Processes that did not find each other; the message is one line for the user."""
+    """Processes that did not find each other; the message is one line for the user.
+
+    Attributes:
+        bad_input: whether settings are wrong, so that another try would fail as well.
+    """
+
+    def __init__(self, message: str, *, bad_input: bool = False) -> None:
+        super().__init__(message)
+        self.bad_input = bad_input
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,8 @@ def start(
         return 1
     count = processes if processes is not None or found is None else found.processes
     index = process if process is not None or found is None else found.process
-    _check_known(coordinator, count, index, found)
+    if reason := _unknown(coordinator, count, index, found):
+        raise StartError(reason, bad_input=True)
     if coordinator != AUTO and index == 0:
         _check_port(coordinator)
     _prepare_jax()
@@ -179,22 +189,22 @@ def _leave_after(kind: type[BaseException], error: BaseException, trace: Traceba
     leave(1)
 
 
-def _check_known(coordinator: str, count: int | None, index: int | None, found: Launcher | None) -> None:
+def _unknown(coordinator: str, count: int | None, index: int | None, found: Launcher | None) -> str | None:
+    """What is not known of the processes, or cannot be; None if all is."""
     explicit = "distributed.coordinator = HOST:PORT, distributed.processes and distributed.process"
     if coordinator == AUTO and found is None:
-        raise StartError(
-            f"distributed.processes = {count}, and no launcher that JAX knows started them: set {explicit}"
-        )
+        return f"distributed.processes = {count}, and no launcher that JAX knows started them: set {explicit}"
     if coordinator == AUTO and found and found.missing:
-        raise StartError(
+        return (
             f"this is process {found.process} of a job of {found.name}, and JAX needs {found.missing} to find the "
             f"others: install it, or set {explicit}; distributed.coordinator = none if it trains on its own"
         )
     if coordinator != AUTO and None in (count, index):
         key = "processes" if count is None else "process"
-        raise StartError(f"distributed.coordinator = {coordinator} needs distributed.{key}, which no launcher tells")
+        return f"distributed.coordinator = {coordinator} needs distributed.{key}, which no launcher tells"
     if None not in (count, index) and not 0 <= int(index or 0) < int(count or 0):
-        raise StartError(f"distributed.process = {index}: must be below distributed.processes = {count}")
+        return f"distributed.process = {index}: must be below distributed.processes = {count}"
+    return None
 
 
 def _check_port(coordinator: str) -> None:
@@ -290,8 +300,12 @@ def _initialize(peer: _Peer, timeout_s: int, **settings: Any) -> None:
 
     thread = threading.Thread(target=connect, name="jax.distributed", daemon=True)
     thread.start()
+    thread.join(min(_PATIENT_S, timeout_s))
+    if thread.is_alive() and timeout_s > _PATIENT_S:
+        # Of many processes, the one that does not say this is the one that is missing.
+        print(f"{peer} on {socket.gethostname()} waits for the others at {peer.address}", file=sys.stderr, flush=True)
     # Process 0 leaves last, so that the others can say what they could reach.
-    thread.join(timeout_s + (2 if peer.process == 0 else 0))
+    thread.join(max(0, timeout_s - _PATIENT_S) + (2 if peer.process == 0 else 0))
     if failed:
         raise StartError(f"{peer} could not be started: {failed[0]}") from failed[0]
     if thread.is_alive():

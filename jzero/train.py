@@ -58,7 +58,9 @@ def _status(argv: Sequence[str], stop: Stop) -> int:
         return _say(error, 2 if error.bad_input else 1)
     except RunError as error:  # so it is with what they all computed
         return _say(error, 1)
-    except (distributed.StartError, jzero.CheckpointError, OSError) as error:  # OSError: a full disk, data that is gone
+    except distributed.StartError as error:
+        return _failed(error, 2 if error.bad_input else 1, named=False)
+    except (jzero.CheckpointError, OSError) as error:  # OSError: a full disk, data that is gone
         return _failed(error, 1)
     except jax.errors.JaxRuntimeError as error:
         if not distributed.lost_peer(error):
@@ -69,14 +71,14 @@ def _status(argv: Sequence[str], stop: Stop) -> int:
 def _say(error: object, status: int) -> int:
     """What all processes have to say, said by the first."""
     if together.is_first():
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     return status
 
 
-def _failed(error: object, status: int) -> int:
-    """What this process alone has to say; if it has peers, it leaves them."""
-    me = f" {distributed.name()}:" if distributed.started() else ""
-    print(f"error:{me}", " ".join(str(error).split()), file=sys.stderr)
+def _failed(error: object, status: int, *, named: bool = True) -> int:
+    """What this process alone has to say, under its name; if it has peers, it leaves them."""
+    me = f"{distributed.name()}: " if named and distributed.started() else ""
+    print(f"error: {me}{' '.join(str(error).split())}\n", end="", file=sys.stderr)  # one write: JAX may print meanwhile
     if distributed.started():
         distributed.leave(status)
     return status

@@ -95,6 +95,7 @@ def test_a_start_that_cannot_be_is_refused_in_words(env, settings, parts, monkey
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(StartError) as caught:
         distributed.start(**settings)
+    assert caught.value.bad_input
     for part in parts:
         assert part in str(caught.value)
 
@@ -104,6 +105,29 @@ def test_a_port_that_is_taken_is_named():
         address = f"localhost:{taken.getsockname()[1]}"
         with pytest.raises(StartError, match=f"{address}: process 0 cannot listen .*: Address already in use"):
             distributed.start(address, processes=2, process=0)
+
+
+WHO = """
+import jax
+from jzero import distributed, together
+jax.config.update("jax_num_cpu_devices", 1)
+assert distributed.start(start_timeout_s=30) == 2
+print(jax.process_index(), together.gather_texts(str(jax.device_count())))
+"""
+SLURM_STEP = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+MPIRUN = {"OMPI_MCA_orte_hnp_uri": f"{os.getpid() << 12}.0;tcp://127.0.0.1:1", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("common", "own"),
+    [
+        (SLURM_STEP, ("SLURM_PROCID", "SLURM_LOCALID")),
+        pytest.param(MPIRUN, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), marks=pytest.mark.slow),
+    ],
+)
+def test_processes_of_a_launcher_find_each_other_without_a_flag(common, own):
+    ended = wait([spawn(["-c", WHO], env=common | dict.fromkeys(own, str(process))) for process in range(2)])
+    assert [(process.status, process.out) for process in ended] == [(0, f"{i} ['2', '2']\n") for i in range(2)]
 
 
 # What they know of each other.
@@ -249,8 +273,11 @@ def test_a_mesh_that_does_not_fit_is_said_once(tmp_path, corpus):
 @pytest.mark.parametrize(
     ("alone", "message"),
     [
-        (0, r"process 0 of 2: not all processes came to .* within 2 s \(distributed.start_timeout_s\)"),
-        (1, r"process 1 of 2 did not reach the coordinator, process 0, at .* within 2 s .*: Connection refused"),
+        (0, r"^error: process 0 of 2: not all processes came to .* within 2 s \(distributed.start_timeout_s\)"),
+        (
+            1,
+            r"^error: process 1 of 2 did not reach the coordinator, process 0, at .* within 2 s .*: Connection refused",
+        ),
     ],
 )
 def test_a_missing_process_is_missed_within_a_bounded_time(tmp_path, corpus, alone, message):
@@ -263,20 +290,54 @@ def test_a_missing_process_is_missed_within_a_bounded_time(tmp_path, corpus, alo
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.txt"]
 
 
+@pytest.mark.slow
+def test_a_process_that_fails_under_way_says_why_and_the_others_end(tmp_path, corpus):
+    flags = ["--steps", "100000", "--distributed.heartbeat_timeout_s", "10", "--data.eval_fraction", "0"]
+    flags += ["--run.dir", str(tmp_path / "run"), "--data.path", "own.txt", "--checkpoint.every", "none"]
+    address, started, cwds = free_address(), [], [tmp_path / "a", tmp_path / "b"]
+    for index, cwd in enumerate(cwds):  # each reads a file of its own
+        cwd.mkdir()
+        (cwd / "own.txt").write_bytes(corpus.read_bytes())
+        peers = [
+            "--distributed.coordinator",
+            address,
+            "--distributed.processes",
+            "2",
+            "--distributed.process",
+            str(index),
+        ]
+        started.append(spawn(["-m", "jzero.train", *argv_of(corpus, *flags), *peers], cwd))
+    under_way(tmp_path / "run", started)
+    os.truncate(cwds[1] / "own.txt", 1000)
+    first, second = wait(started, 60)
+    assert (first.status != 0, second.status) == (True, 1)
+    (line,) = errors(second)
+    assert line.startswith("error: process 1 of 2: ")
+    assert "own.txt: changed while it was read" in line
+    assert any(words in first.err for words in SAID), first.err
+
+
+def under_way(run_dir, started):
+    """Waits until some steps are in the metrics."""
+    metrics, latest = run_dir / "metrics.jsonl", time.monotonic() + 120
+    try:
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
+            assert time.monotonic() < latest
+            assert [process.poll() for process in started] == [None] * len(started)
+            time.sleep(0.2)
+    except AssertionError:
+        for process in started:
+            end(process)
+        raise
+
+
 def killed_under_way(tmp_path, corpus, victim, sent, processes=2):
     """The other processes of a run of which one gets a signal after some steps."""
     run_dir = tmp_path / "run"
     flags = ["--steps", "100000", "--run.dir", str(run_dir), "--distributed.heartbeat_timeout_s", "10"]
     started = spawn_run(processes, argv_of(corpus, *flags), tmp_path)
-    metrics = run_dir / "metrics.jsonl"
-    try:
-        latest = time.monotonic() + 120
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
-            assert time.monotonic() < latest
-            assert [process.poll() for process in started] == [None] * processes
-            time.sleep(0.2)
-    finally:
-        started[victim].send_signal(sent)
+    under_way(run_dir, started)
+    started[victim].send_signal(sent)
     try:
         return wait([process for index, process in enumerate(started) if index != victim], 60)
     finally:
