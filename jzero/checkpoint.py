@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,9 @@ from jzero.stored import MismatchError
 _T = TypeVar("_T")
 
 _UNFINISHED = ".orbax-checkpoint-tmp"  # in the names that Orbax writes under
+_GONE = f"{_UNFINISHED}-removed"  # so that what is left of a step is cleaned up with the rest
 _WRITE_TIMEOUT_S = 1200
+_CLEARINGS = 20  # tries, a tenth of a second apart
 _REASON = 300  # characters of somebody else's message
 _IN_PASSING_GB = 4  # on a host, of arrays on their way from a file to a device
 
@@ -88,7 +91,7 @@ class Checkpoints:
         self._keep = keep
         self._writer: ocp.AsyncCheckpointer | None = None
         self._writing: tuple[int, dict[str, jax.Array]] | None = None
-        self._resumed: int | None = None
+        self._ours: int | None = None  # the newest step that this run began from or has written
 
     def __enter__(self) -> Self:
         return self
@@ -104,7 +107,10 @@ class Checkpoints:
         """Numbers of the complete steps, ascending."""
         if not self.directory.is_dir():
             return []
-        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir())
+        return sorted(int(path.name) for path in self._named_as_steps() if path.is_dir())
+
+    def _named_as_steps(self) -> list[Path]:
+        return [path for path in self.directory.iterdir() if re.fullmatch("0|[1-9][0-9]*", path.name)]
 
     def about(self, step: int) -> dict[str, Any]:
         """What was saved with a step.
@@ -115,8 +121,8 @@ class Checkpoints:
         path = self.directory / str(step) / "about" / "metadata"
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise DamagedError(f"{path} cannot be read ({error})") from error
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise DamagedError(f"{path} cannot be read ({_reason(error)})") from error
 
     def save(self, step: int, state: TrainState, about: Mapping[str, Any] | None = None) -> None:
         """Begins to write a step and returns; the state may be used, and donated, at once.
@@ -132,6 +138,7 @@ class Checkpoints:
             CheckpointError: this save cannot begin, or the one before has failed.
         """
         self.wait()
+        beside = _jsonable(step, about or {})
         arrays = stored.leaves(state)
         if self._writer is None:
             self._writer = self._open_for_writing()
@@ -141,7 +148,7 @@ class Checkpoints:
         self._writing = step, checksums(arrays)
         args = ocp.args.Composite(
             state=ocp.args.PyTreeSave(arrays),  # pyright: ignore[reportCallIssue] (dataclasses made by a decorator)
-            about=ocp.args.JsonSave(dict(about or {})),  # pyright: ignore[reportCallIssue]
+            about=ocp.args.JsonSave(beside),  # pyright: ignore[reportCallIssue]
         )
         with self._failing():
             self._writer.save(target, args=args)
@@ -156,7 +163,7 @@ class Checkpoints:
             return
         with self._failing():
             self._writer.wait_until_finished()
-        self._writing = None
+        self._ours, self._writing = self._writing[0], None
         if together.is_first() and self._keep is not None:
             for number in self.steps()[: -self._keep]:
                 _remove(self.directory / str(number))
@@ -170,9 +177,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
+            self._drop_writer()
 
     def restore(self, abstract_state: TrainState, step: int | None = None) -> Restored:
         """Reads a step straight into the shardings of `abstract_state`, whatever mesh and stage it was saved on.
@@ -200,7 +205,7 @@ class Checkpoints:
             except DamagedError as error:
                 damaged.append(f"step {number} in {self.directory} is damaged: {error}")
                 continue
-            self._resumed = number
+            self._ours = number
             return Restored(number, state, about, tuple(damaged), converted)
         others = [number for number in steps if step is not None and number != step]
         hint = f"; there are also {_listed(others)}" if others else ""
@@ -231,13 +236,13 @@ class Checkpoints:
         return stored.restored(abstract_state, leaves), text
 
     def _open_for_writing(self) -> ocp.AsyncCheckpointer:
-        """A writer, and room for its steps: what a killed run left goes, what is after the restored step moves.
+        """A writer, and room for its steps: what a killed run left goes, what stands in the way of new steps moves.
 
         Raises:
             CheckpointError: the directory cannot be made, or holds steps that this run did not begin from.
         """
-        later = [number for number in self.steps() if self._resumed is None or number > self._resumed]
-        if self._resumed is None and later:
+        later = [number for number in self.steps() if self._ours is None or number > self._ours]
+        if self._ours is None and later:
             raise CheckpointError(
                 f"{self.directory} holds {_listed(later)} of another run: restore from there, or save elsewhere"
             )
@@ -245,9 +250,10 @@ class Checkpoints:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 for path in self.directory.glob(f"*{_UNFINISHED}*"):
-                    shutil.rmtree(path)
-                for number in later:
-                    _set_aside(self.directory / str(number))
+                    _clear(path)
+                for path in self._named_as_steps():
+                    if int(path.name) in later or not path.is_dir():
+                        _set_aside(path)
             except OSError as error:
                 raise CheckpointError(f"{error.filename}: {error.strerror}") from error
         handler = ocp.CompositeCheckpointHandler(
@@ -258,11 +264,17 @@ class Checkpoints:
         options = ocp.options.AsyncOptions(timeout_secs=_WRITE_TIMEOUT_S, post_finalization_callback=self._seal)
         return ocp.AsyncCheckpointer(handler, async_options=options)
 
+    def _drop_writer(self) -> None:
+        """Ends its threads; a next one finds whatever this one leaves."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
     def _seal(self) -> None:
         """Runs on process 0, in the writer's thread, when all have written and before the step has its name."""
         assert self._writing is not None
         step, sums = self._writing
-        (unfinished,) = self.directory.glob(f"{step}{_UNFINISHED}*")
+        (unfinished,) = (path for path in self.directory.glob(f"{step}{_UNFINISHED}*") if _GONE not in path.name)
         seal.write(unfinished, {name: int(x) for name, x in jax.device_get(sums).items()})
 
     @contextlib.contextmanager
@@ -275,7 +287,9 @@ class Checkpoints:
             (step, _), self._writing = self._writing, None
             if together.is_first():
                 for path in self.directory.glob(f"{step}{_UNFINISHED}*"):
-                    shutil.rmtree(path, ignore_errors=True)
+                    with contextlib.suppress(OSError):
+                        _clear(path)
+            self._drop_writer()
             newest = f"the newest complete one is {self.steps()[-1]}" if self.steps() else "there is no other"
             raise CheckpointError(
                 f"step {step} could not be written to {self.directory} ({_reason(error)}); {newest}"
@@ -329,7 +343,7 @@ def _by_all(read: Callable[[], _T]) -> _T:
     """
     try:
         result, fault = read(), ""
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # noqa: BLE001 (of files that went bad, Orbax raises anything)
         result, fault = None, _reason(error)
     faults = [f"{text} (process {i})" if i else text for i, text in enumerate(together.gather_texts(fault)) if text]
     if faults:
@@ -339,8 +353,22 @@ def _by_all(read: Callable[[], _T]) -> _T:
 
 def _reason(error: BaseException) -> str:
     """Somebody else's message in a few words: what the system said, if it was the system."""
+    if type(error) is Exception and error.__cause__ is not None:  # Orbax's, which says at length where it was
+        error = error.__cause__
     number = re.search(r"os_error_code='(\d+)'", str(error))
     return os.strerror(int(number[1])) if number else " ".join(str(error).split())[:_REASON]
+
+
+def _jsonable(step: int, about: Mapping[str, Any]) -> dict[str, Any]:
+    """As it will be read.
+
+    Raises:
+        CheckpointError: JSON cannot hold it.
+    """
+    try:
+        return json.loads(json.dumps(dict(about)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"JSON cannot hold what is to be saved beside step {step} ({error})") from None
 
 
 def _set_aside(path: Path) -> None:
@@ -351,9 +379,23 @@ def _set_aside(path: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Removes a step; a kill in between leaves no step that is half there."""
-    gone = path.with_name(f"{path.name}{_UNFINISHED}-removed")
+    gone = path.with_name(f"{path.name}{_GONE}")
     path.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
+
+
+def _clear(path: Path) -> None:
+    """Removes an unfinished step, into which writes may still go that end after another one has failed.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    for _ in range(_CLEARINGS):
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            return
+        time.sleep(0.1)
+    shutil.rmtree(path)
 
 
 def _listed(steps: list[int]) -> str:
