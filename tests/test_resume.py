@@ -1,10 +1,9 @@
 """A run that was stopped, killed or moved goes on as if nothing had happened."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
+from saved_arrays import arrays, losses
 from tiny_run import TINY, batch_for_these_devices
 
 from jzero import train
@@ -26,22 +25,6 @@ def flags(corpus, run_dir, *more):
     common = ["--run.dir", str(run_dir), "--data.path", str(corpus), "--run.cache_dir", "none", *TINY]
     common += ["--log.every", "1", "--log.eval_every", "1000", "--log.tensorboard", "false"]
     return [*common, "--batch_size", batch_for_these_devices(), *more]
-
-
-def losses(run_dir):
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    trained = [line for line in lines if "loss" in line]
-    return [(line["step"], line["loss"], line["grad_norm"], line["lr"], line["tokens"]) for line in trained]
-
-
-def arrays(run_dir, step):
-    """Name -> array of a checkpoint, as it was saved."""
-    path = run_dir / "checkpoints" / str(step) / "state"
-    import orbax.checkpoint as ocp
-
-    tree = ocp.PyTreeCheckpointHandler().metadata(path).tree
-    args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in tree}
-    return ocp.PyTreeCheckpointHandler().restore(path, args=ocp.args.PyTreeRestore(restore_args=args))
 
 
 class Crash(BaseException):
