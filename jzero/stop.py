@@ -1,13 +1,12 @@
 """SIGTERM and SIGINT, with which a scheduler or a user ends a run: no signal is lost, and none leaves a traceback.
 
-Before the first step there is nothing to keep, and a signal ends the process: an exception unwinds what is under way.
-From `Stop.hold` on, the first signal only sets `Stop.asked`, at which the loop looks once per step, and a second one
-ends the process at once.
+Before the first step there is nothing to keep, and a signal ends the process at once.  From `Stop.hold` on, the first
+signal only sets `Stop.asked`, at which the loop looks once per step, and a second one ends the process at once.
 
 Handlers in Python do not suffice.  They run when the main thread comes back from C++, from compiling or from waiting
-for devices, which may be minutes, and an exception that they raise in one of the compiler's callbacks is swallowed.  So
-the signals are read a second time, by a thread, from the file descriptor that Python's own handler in C writes to: it
-tells the user, ends a process that does not unwind, and prints outside of any handler.
+for devices, which may be minutes; and an exception raised within JAX is logged with a traceback and forgotten in some
+places, and leaves an interpreter that crashes when it is torn down in others.  So a thread reads the signals, from the
+file descriptor that Python's own handler in C writes to: it ends the process, and it prints, outside of any handler.
 """
 
 import contextlib
@@ -17,15 +16,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn, Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-GRACE_S = 3.0  # for what is under way to unwind before the first step
+GRACE_S = 3.0  # for what is `unwinding`
 ECHO_S = 1.0  # `timeout` and launchers signal a process and then its group: within this time it is one signal
 STDERR = 2
-
-_unwound = list[int]()  # signals that raised wherever the main thread was
 
 
 class Interrupted(KeyboardInterrupt):
@@ -40,18 +38,6 @@ class Interrupted(KeyboardInterrupt):
         self.status = 128 + number
 
 
-def leave(status: int) -> NoReturn:
-    """Ends the process with an exit status, and with nothing else.
-
-    Where a signal has unwound JAX in the middle of its work, the interpreter's teardown often crashes, and is left out.
-    """
-    if _unwound:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
-
-
 class Stop(contextlib.AbstractContextManager["Stop"]):
     """Holds the handlers of SIGTERM and SIGINT, if it is entered in the main thread; a signal that is ignored stays so.
 
@@ -63,6 +49,7 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
         self.asked: int | None = None
         self._promise: str | None = None
         self._held = False
+        self._unwinds = False
         self._replaced: dict[int, Any] = {}
         self._watcher: threading.Thread | None = None
 
@@ -91,24 +78,30 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
             self._watcher.join()
             os.close(self._pipe)
 
+    @contextlib.contextmanager
+    def unwinding(self) -> Iterator[None]:
+        """What is done inside leaves files unless it unwinds: a signal raises there, and does not end the process.
+
+        To be used where nothing swallows exceptions; what has not unwound within 3 s is ended all the same.
+
+        Raises:
+            Interrupted: a signal came.
+        """
+        self._unwinds = True
+        yield
+        self._unwinds = False  # not after an exception, which is on its way to `main`
+
     def hold(self, promise: str | None = "ending after this step") -> None:
         """From the first call on, a first signal does no more than set `asked`.
 
         Args:
             promise: what is said to the user when one comes; None for nothing.
-
-        Raises:
-            Interrupted: one came before, and its exception was swallowed.
         """
-        self._promise = promise
-        if not self._held and self.asked is not None:
-            raise Interrupted(self.asked)
-        self._held = True
+        self._promise, self._held = promise, True
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         first, self.asked = self.asked is None, self.asked or number
-        if first and not self._held:
-            _unwound.append(number)
+        if first and self._unwinds:
             raise Interrupted(number)
 
     def _swallowed(self, lost: Any) -> None:
@@ -122,7 +115,7 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
         while True:
             grace = max(0.0, since + GRACE_S - time.monotonic()) if first and not self._held else None
             if not select.select([self._pipe], [], [], grace)[0]:
-                if not self._held:  # neither has the process unwound, nor has it come to the loop
+                if not self._held:
                     _end(Interrupted(first))
                 continue
             found = os.read(self._pipe, 64)
@@ -131,10 +124,15 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
             for number in filter(SIGNALS.__contains__, found):
                 if not first:
                     first, since = number, time.monotonic()
-                    if self._held and self._promise:
-                        _tell(f"\n{_name(number)}: {self._promise}; again to end at once")
+                    self._first(number)
                 elif time.monotonic() - since > ECHO_S:
                     _end(Interrupted(number, "at once, since it came again"))
+
+    def _first(self, number: int) -> None:
+        if self._held and self._promise:
+            _tell(f"\n{_name(number)}: {self._promise}; again to end at once")
+        elif not self._held and not self._unwinds:
+            _end(Interrupted(number))
 
 
 def _handle_at_once(number: int, _: FrameType | None) -> NoReturn:

@@ -29,7 +29,7 @@ from jzero.journal import Journal, RunError, Waiting
 from jzero.models.flops import flops_per_token
 from jzero.resume import Saves, begin, sequences
 from jzero.run_dir import CHECKPOINTS, check_run_dir, session, write_config
-from jzero.stop import Interrupted, Stop, leave
+from jzero.stop import Interrupted, Stop
 
 FAKE_DEVICES = 8  # of all processes
 IN_FLIGHT = 2  # steps dispatched beyond the one whose metrics are read
@@ -98,7 +98,7 @@ def train(config: Config, stop: Stop) -> int:
         ProcessError: one of several processes had one of these; nothing is written.
         RunError: too many steps in a row had a non-finite gradient, or the run ended without a finite loss.
         CheckpointError: one could not be written.
-        Interrupted: a signal came before the first step.
+        Interrupted: a signal came while data was tokenized.
     """
     # Processes and devices.
     start_cpu_devices(distributed.start(**config.distributed.model_dump()))
@@ -110,7 +110,8 @@ def train(config: Config, stop: Stop) -> int:
         config = resolve(config, len(devices), jax.default_backend(), hosts)
         check_run_dir(config.run.dir, config.checkpoint.resume)
         compile_cache.directory(config.run.cache_dir)
-        parts = open_data(config)
+        with stop.unwinding():
+            parts = open_data(config)
         run = make_run(config, jzero.make_mesh(config.mesh, devices))
         check_memory(run)
     together.same_everywhere({"jax": jax.__version__, **dict(values_of(config)), "data": sequences(parts)})
@@ -293,4 +294,4 @@ def start_cpu_devices(processes: int = 1) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    sys.exit(main())
