@@ -167,8 +167,9 @@ class Flag:
         """
         self._depth = depth
         self._asked: deque[jax.Array] = deque()
-        mesh = Mesh(np.asarray(jax.devices()), ("device",))
-        shape, sharding = (jax.device_count(),), NamedSharding(mesh, P("device"))
+        firsts = {device.process_index: device for device in reversed(jax.devices())}
+        mesh = Mesh(np.asarray([firsts[process] for process in sorted(firsts)]), ("process",))
+        shape, sharding = (len(firsts),), NamedSharding(mesh, P("process"))
         self._mine = [
             jax.make_array_from_callback(shape, sharding, lambda _, value=value: np.array([value], np.int32))
             for value in (0, 1)

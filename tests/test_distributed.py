@@ -6,13 +6,16 @@ import re
 import signal
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 from processes import end, free_address, spawn, spawn_run, wait
 from tiny_run import TINY
 
-from jzero import distributed
+from jzero import distributed, together
+from jzero.config import ConfigError
 from jzero.distributed import Launcher, StartError, launcher
+from jzero.run_dir import check_seen
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "a[1-2]", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
@@ -189,6 +192,21 @@ def test_processes_agree_on_what_failed_on_settings_and_on_stopping():
     assert "5: ProcessError process 0 of 2: KeyError: 'bug' False" in told[1]
 
 
+def test_devices_of_one_host_stand_next_to_each_other_however_processes_were_dealt_out(monkeypatch):
+    hosts = ["b", "a", "b", "a"]  # of processes 0 to 3: a launcher that deals them out in turn
+    devices = [SimpleNamespace(process_index=process, id=10 * process + i) for process in range(4) for i in range(2)]
+    monkeypatch.setattr(together.jax, "devices", lambda: devices)
+    monkeypatch.setattr(together, "gather_texts", lambda _: [json.dumps([f"boot of {host}", host]) for host in hosts])
+    ordered, names = together.devices_by_host()
+    assert [device.id for device in ordered] == [0, 1, 20, 21, 10, 11, 30, 31]
+    assert names == ["b"] * 4 + ["a"] * 4
+
+
+def test_a_directory_that_only_one_host_sees_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=f"run.dir = {tmp_path}: .* not there on .*; name a directory that all hosts"):
+        check_seen(tmp_path, 0.0)
+
+
 # Through the command line.
 
 
@@ -262,6 +280,27 @@ def test_settings_that_differ_end_all_with_one_message(tmp_path, corpus):
     assert message.startswith("error: optim.lr is 0.5 in process 1 and 0.003 in process 0")
     assert not ended[1].err
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.txt"]
+
+
+def test_different_numbers_of_devices_end_all_with_one_message(tmp_path, corpus):
+    address, started = free_address(), []
+    for index, devices in enumerate(("4", "2")):
+        peers = [
+            "--distributed.coordinator",
+            address,
+            "--distributed.processes",
+            "2",
+            "--distributed.process",
+            str(index),
+        ]
+        started.append(
+            spawn(["-m", "jzero.train", *argv_of(corpus), *peers], tmp_path, {"JAX_NUM_CPU_DEVICES": devices})
+        )
+    ended = wait(started)
+    assert [process.status for process in ended] == [2, 2]
+    (message,) = errors(ended[0])
+    assert message.startswith("error: process 1 of 2 has 2 devices and process 0 has 4: all must have as many")
+    assert not errors(ended[1])
 
 
 def test_a_mesh_that_does_not_fit_is_said_once(tmp_path, corpus):
