@@ -27,6 +27,7 @@ _GRACE_S = 60  # beyond our own patience, after which JAX would abort
 _PATIENT_S = 10  # without a word
 _name = "process 0"  # set by `start`: JAX would start a backend to tell
 
+_STATUS = re.compile("[A-Z_]+: ")  # all of XLA's errors begin with one
 _PEER = re.compile("gloo|nccl|connection|coordination|heartbeat|unavailable", re.IGNORECASE)
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 _OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -179,9 +180,13 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def lost_peer(error: RuntimeError) -> bool:
-    """Whether an error of a computation says that another process is gone, not that this one did something wrong."""
-    return started() and bool(_PEER.search(str(error)))
+def lost_peer(error: Exception) -> bool:
+    """Whether an error of a computation says that another process is gone, not that this one did something wrong.
+
+    Args:
+        error: a JaxRuntimeError; from a computation so small that it runs as it is called, a ValueError.
+    """
+    return started() and bool(_STATUS.match(str(error)) and _PEER.search(str(error)))
 
 
 def _leave_after(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:

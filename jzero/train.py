@@ -62,7 +62,7 @@ def _status(argv: Sequence[str], stop: Stop) -> int:
         return _failed(error, 2 if error.bad_input else 1, named=False)
     except (jzero.CheckpointError, OSError) as error:  # OSError: a full disk, data that is gone
         return _failed(error, 1)
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
         if not distributed.lost_peer(error):
             raise
         return _failed(f"another process is gone, see what it said last ({str(error).splitlines()[0]})", 1)

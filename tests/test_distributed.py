@@ -192,6 +192,22 @@ def test_processes_agree_on_what_failed_on_settings_and_on_stopping():
     assert "5: ProcessError process 0 of 2: KeyError: 'bug' False" in told[1]
 
 
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("UNKNOWN: Gloo AllGather failed: Read error [127.0.0.1]:9903: Connection reset by peer", True),
+        ("INTERNAL: NCCL operation ncclGroupEnd() failed: remote process exited", True),
+        ("UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats)", True),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes", False),
+        ("the connection of layers 3 and 4 has the shape (2, 3)", False),
+    ],
+)
+def test_only_errors_of_the_network_are_blamed_on_another_process(monkeypatch, text, lost):
+    assert not distributed.lost_peer(ValueError(text))  # a process on its own has none to lose
+    monkeypatch.setattr(distributed, "started", lambda: True)
+    assert distributed.lost_peer(ValueError(text)) == lost
+
+
 def test_devices_of_one_host_stand_next_to_each_other_however_processes_were_dealt_out(monkeypatch):
     hosts = ["b", "a", "b", "a"]  # of processes 0 to 3: a launcher that deals them out in turn
     devices = [SimpleNamespace(process_index=process, id=10 * process + i) for process in range(4) for i in range(2)]
