@@ -1,14 +1,9 @@
 """Each process reads its own rows of a batch and puts them where its devices want them."""
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
+from processes import free_address, spawn, wait
 
 import jzero
 from jzero import targets
@@ -18,12 +13,13 @@ PROGRAM = """
 import sys
 import jax, numpy as np, optax
 import jzero
+from jzero import distributed
 from jzero.models.decoder import next_token_loss
 from tiny_decoder import decoder, batches
 
-port, process = sys.argv[1], int(sys.argv[2])
+address, process = sys.argv[1], int(sys.argv[2])
 jax.config.update("jax_num_cpu_devices", 4)
-jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
+distributed.start(address, processes=2, process=process)
 (whole,) = batches(1, 16)
 tokens, across = whole["tokens"], jax.devices()
 for devices, axes in [(across, "dp=4,tp=2"), (across[::2] + across[1::2], "dp=8"), (across[::4] + across[1::4]
@@ -44,23 +40,16 @@ for devices, axes in [(across, "dp=4,tp=2"), (across[::2] + across[1::2], "dp=8"
 
 
 def test_two_processes_hold_the_rows_they_read():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(jzero.__file__).parents[1]), str(Path(__file__).parent)])
-    words = [sys.executable, "-c", PROGRAM, port]
-    pipes = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    running = [subprocess.Popen([*words, str(i)], **pipes) for i in range(2)]
-    outputs = [process.communicate(timeout=200) for process in running]
-    assert [process.returncode for process in running] == [0, 0], [err[-2000:] for _, err in outputs]
-    read = [[line.split()[1:] for line in out.splitlines() if line.startswith("rows:")] for out, _ in outputs]
+    address = free_address()
+    ended = wait([spawn(["-c", PROGRAM, address, str(process)]) for process in range(2)], 200)
+    assert [process.status for process in ended] == [0, 0], [process.err[-2000:] for process in ended]
+    read = [[line.split()[1:] for line in process.out.splitlines() if line.startswith("rows:")] for process in ended]
     first, second = ([list(map(int, rows)) for rows in process] for process in read)
     assert [sorted(a + b) for a, b in zip(first[:2], second[:2], strict=True)] == [list(range(16))] * 2
     assert first[1] == [0, 1, 2, 3, 8, 9, 10, 11]  # devices dealt out in turn: two blocks of rows
     assert first[2] == second[2] == list(range(16))  # they differ in tp alone
-    assert outputs[0][0].count("refused: a batch of 6 cannot be split") == 2
-    assert outputs[0][0].count("refused: a batch of 3 cannot be split") == 1
+    assert ended[0].out.count("refused: a batch of 6 cannot be split") == 2
+    assert ended[0].out.count("refused: a batch of 3 cannot be split") == 1
 
 
 @pytest.mark.skipif(targets.available() is not None, reason=str(targets.available()))
