@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import jax
@@ -300,18 +299,19 @@ class Checkpoints:
 def quiet() -> None:
     """Keeps off the terminal what Orbax and its threads print of an error, which is raised as a CheckpointError anyway.
 
-    For programs, not for libraries: it silences the loggers of absl and asyncio, and one message of `sys.excepthook`.
+    For programs, not for libraries: it silences the loggers of absl and asyncio, and one message of
+    `sys.unraisablehook`.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    earlier = sys.excepthook
+    earlier = sys.unraisablehook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def hook(unraisable: Any) -> None:  # sys.UnraisableHookArgs is a name for type checkers alone
         # Of writes that end after another one has failed.
-        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
-            earlier(kind, error, trace)
+        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+            earlier(unraisable)
 
-    sys.excepthook = hook
+    sys.unraisablehook = hook
 
 
 def _held(path: Path) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pydantic
+
 import jzero
 from jzero import data
 from jzero.checkpoint import CheckpointError
@@ -124,15 +126,15 @@ class _About:
         config: resolved, as JSON has it.
     """
 
-    samples: int
+    samples: pydantic.NonNegativeInt
     sequences: list[int]
     config: dict[str, Any]
 
     @classmethod
     def read(cls, found: jzero.Restored) -> "_About":
         try:
-            return cls(**found.about)
-        except TypeError:
+            return pydantic.TypeAdapter(cls).validate_python(found.about)
+        except pydantic.ValidationError:
             raise CheckpointError(f"step {found.step} was not saved by jzero.train") from None
 
 

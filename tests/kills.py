@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from processes import end, environment
+from saved_arrays import names
 from tiny_run import TINY
 
 UNFINISHED = ".orbax-checkpoint-tmp"
@@ -48,11 +49,6 @@ class Kill:
             return "start"
         removal = any(name.endswith("removed") for name in self.unfinished)
         return "removal of an old step" if removal else "save" if self.unfinished else "training"
-
-
-def names(directory: Path) -> list[str]:
-    """What is in a directory, which may not be there."""
-    return sorted(path.name for path in directory.iterdir()) if directory.exists() else []
 
 
 class Sessions:

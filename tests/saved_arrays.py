@@ -20,3 +20,8 @@ def arrays(run_dir: Path, step: int) -> dict[str, np.ndarray]:
     tree = ocp.PyTreeCheckpointHandler().metadata(path).tree
     args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in tree}
     return ocp.PyTreeCheckpointHandler().restore(path, args=ocp.args.PyTreeRestore(restore_args=args))
+
+
+def names(directory: Path) -> list[str]:
+    """What is in a directory, which may not be there."""
+    return sorted(path.name for path in directory.iterdir()) if directory.exists() else []

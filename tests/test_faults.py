@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from saved_arrays import names
 from tiny_decoder import batches, decoder
 
 import jzero
@@ -55,10 +56,6 @@ def assert_holds(checkpoints, run, step, wanted):
     assert got.keys() == wanted.keys()
     for name, x in wanted.items():
         np.testing.assert_array_equal(got[name], x, err_msg=name)
-
-
-def names(directory):
-    return sorted(path.name for path in directory.iterdir())
 
 
 def a_data_file(step: Path) -> Path:

@@ -9,8 +9,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from kills import EVERY, STEPS_PER_KILL, Sessions, kill_again_and_again, names
-from saved_arrays import arrays, losses
+from kills import EVERY, STEPS_PER_KILL, Sessions, kill_again_and_again
+from saved_arrays import arrays, losses, names
 
 KILLS = int(os.environ.get("JZERO_KILLS", "10"))
 
