@@ -22,6 +22,7 @@ from jzero.gradients import Gradients, device_dtype
 from jzero.look import Seen, look
 from jzero.mesh import as_mesh, batch_sharding
 from jzero.optim import with_master
+from jzero.pace import Pace
 from jzero.precision import Precision
 from jzero.probe import LossFn, hoisted, notes
 from jzero.run import Run, Specs
@@ -129,6 +130,7 @@ def setup(
             evaluate, static_argnums=2, in_shardings=(shardings, rows), compiler_options=compiler_options
         ),
         _average_at_rest=jax.jit(functools.partial(at_rest, gradients, mesh, dtypes), out_shardings=shardings.params),
+        _pace=Pace(mesh),
     )
 
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jzero.gradients import Gradients, rows_per_device
 from jzero.mesh import batch_sharding, data_size, process_rows
 from jzero.optim import average_of
+from jzero.pace import Pace
 from jzero.step import Metrics, TrainState
 from jzero.zero import Whole, shard_bytes
 
@@ -56,6 +57,7 @@ class Run:
     _step: Any
     _evaluate: Any
     _average_at_rest: Any
+    _pace: Pace
 
     def __repr__(self) -> str:
         """Mesh, parameters and bytes: a notebook shows what stands on a cell's last line."""
@@ -94,7 +96,9 @@ class Run:
         _check_alive(state)
         rows_per_device(_whole(batch, self.mesh), self.mesh, self.micro_batches)
         with jax.set_mesh(self.mesh):
-            return self._step(state, self._placed(batch))
+            state, metrics = self._step(state, self._placed(batch))
+        self._pace.dispatched(metrics)
+        return state, metrics
 
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
         """The exact loss of a batch in evaluation mode.
@@ -111,7 +115,9 @@ class Run:
         _check_alive(state)
         rows = rows_per_device(_whole(batch, self.mesh), self.mesh, 1)
         with jax.set_mesh(self.mesh):
-            return self._evaluate(state, self._placed(batch), self._evaluation_parts(rows))
+            metrics = self._evaluate(state, self._placed(batch), self._evaluation_parts(rows))
+        self._pace.dispatched(metrics)
+        return metrics
 
     def averaged(self, state: TrainState) -> TrainState:
         """A state whose parameters are the averages that `jzero.averaged` keeps, at rest: to evaluate or to export.

@@ -8,7 +8,8 @@ from flax import nnx
 from tiny_decoder import VOCAB, batches, decoder
 
 import jzero
-from jzero import data, hlo, train
+from jzero import data, hlo
+from jzero.loop import evaluate
 from jzero.mesh import data_size
 from jzero.models.decoder import next_token_loss
 
@@ -78,7 +79,7 @@ def test_a_held_out_split_that_fills_no_batch_has_the_loss_of_its_sequences_alon
     assert len(samples) % batch_size
     assert len(evals) > 1
     state = run.init()
-    mean, weight = train.evaluate(run, state, evals)
+    mean, weight = evaluate(run, state, evals)
     loss_alone, weight_alone = alone(run.model(state), sequences)
     predicted = (lengths - 1).sum() if packing == "documents" else len(samples) * SEQ_LEN
     assert weight == weight_alone == predicted

@@ -26,6 +26,7 @@ ROWS = [
         "distributed",
         "together",
         "stop",
+        "pace",
     },
     {"collectives", "hlo", "reads", "watch", "compile_cache"},
     {"zero"},
@@ -43,6 +44,7 @@ ROWS = [
     {""},
     {"description", "run_dir", "journal"},
     {"build", "resume"},
+    {"loop"},
     {"plan", "deepspeed"},
     {"train", "export", "generate"},
 ]

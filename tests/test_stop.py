@@ -15,10 +15,11 @@ from processes import spawn_run, wait
 from test_train import FakeRun, good
 from tiny_run import TINY, batch_for_these_devices
 
-from jzero import train
 from jzero.checkpoint import Checkpoints
 from jzero.config import load
 from jzero.journal import Journal
+from jzero.loop import Loop
+from jzero.loop import fit as fit_loop
 from jzero.stop import Interrupted, Stop
 from jzero.watch import Trace
 
@@ -212,8 +213,8 @@ def fit(tmp_path, signalled, evals=(), agreed=bool):
     run, saved = Signalled(good), []
     saves = SimpleNamespace(due=lambda step: False, save=lambda *save: saved.append(save))
     with Stop() as stop, Journal(tmp_path / "metrics.jsonl", settings) as journal:
-        loop = train.Loop(run, [{}] * 20, evals, journal, Trace(None, tmp_path), saves, stop, agreed=agreed)
-        state, number = train.fit(loop, 0)
+        loop = Loop(run, [{}] * 20, evals, journal, Trace(None, tmp_path), saves, stop, agreed=agreed)
+        state, number = fit_loop(loop, 0)
     return SimpleNamespace(run=run, state=state, number=number, saved=saved, journal=journal)
 
 

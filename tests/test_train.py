@@ -19,6 +19,8 @@ from jzero import config, train
 from jzero.checkpoint import Checkpoints
 from jzero.config import ConfigError, load
 from jzero.journal import Journal, Progress, RunError
+from jzero.loop import IN_FLIGHT, Loop
+from jzero.loop import fit as fit_loop
 from jzero.resume import Saves
 from jzero.run_dir import locked, make_run_dir
 from jzero.stop import Stop
@@ -184,7 +186,7 @@ def fit(run, tmp_path, *argv, evals=()):
     settings = load([*settings, "--checkpoint.every", "none"])
     saves = Saves(settings, Progress(), [], Checkpoints(tmp_path / "checkpoints"))
     with Journal(tmp_path / "metrics.jsonl", settings) as journal:
-        train.fit(train.Loop(run, [{}] * settings.steps, evals, journal, Trace(None, tmp_path), saves, Stop()), 0)
+        fit_loop(Loop(run, [{}] * settings.steps, evals, journal, Trace(None, tmp_path), saves, Stop()), 0)
         return journal.summary()
 
 
@@ -192,10 +194,10 @@ def test_metrics_of_a_step_are_read_when_later_steps_are_dispatched(tmp_path):
     run = FakeRun(good)
     fit(run, tmp_path)
     at = {event: i for i, event in reversed(list(enumerate(run.events)))}  # where each event happens first
-    for step in range(1, 21 - train.IN_FLIGHT):
+    for step in range(1, 21 - IN_FLIGHT):
         assert at["dispatch", step] < at["copy", step] < at["dispatch", step + 1]
-        assert at["dispatch", step + train.IN_FLIGHT] < at["read", step]
-        assert at["read", step] < at.get(("dispatch", step + train.IN_FLIGHT + 1), len(run.events))
+        assert at["dispatch", step + IN_FLIGHT] < at["read", step]
+        assert at["read", step] < at.get(("dispatch", step + IN_FLIGHT + 1), len(run.events))
     assert {step for event, step in run.events if event == "read"} == set(range(1, 21))
 
 
@@ -228,7 +230,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
         fit(run, tmp_path, "--optim.max_skipped", "3")
     assert rows(tmp_path)[-1]["step"] == 7
     dispatched = max(step for event, step in run.events if event == "dispatch")
-    assert dispatched == 7 + train.IN_FLIGHT
+    assert dispatched == 7 + IN_FLIGHT
 
 
 def test_evaluation_weights_batches_by_their_tokens(tmp_path):
@@ -257,7 +259,7 @@ def test_evaluation_is_no_part_of_the_time_of_a_step(tmp_path, monkeypatch):
     fit(TimedRun(good), tmp_path, "--log.eval_every", "7", evals=[{"loss": 2.0, "weight": 1.0}])
     lines = {line["step"]: line["step_s"] for line in rows(tmp_path) if "loss" in line}
     # A line is written when IN_FLIGHT later steps are dispatched, and the last one when they end.
-    late = train.IN_FLIGHT
+    late = IN_FLIGHT
     assert lines == {1: 1 + late, 5: 1.0, 10: 1.0, 15: 1.0, 20: (5 - late) / 5}
 
 
