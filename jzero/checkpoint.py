@@ -16,6 +16,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -41,7 +42,10 @@ _GONE = f"{_UNFINISHED}-removed"  # so that what is left of a step is cleaned up
 _WRITE_TIMEOUT_S = 1200
 _CLEARINGS = 20  # tries, a tenth of a second apart
 _REASON = 300  # characters of somebody else's message
-_IN_PASSING_GB = 4  # on a host, of arrays on their way from a file to a device
+_IN_PASSING_BYTES = 2**30  # on a host, of arrays on their way from a file to a device
+_CHUNK_BYTES = (
+    2**26
+)  # of a file, read whole: a device that wants less of it than another has written reads the rest, too
 
 
 class CheckpointError(RuntimeError):
@@ -146,7 +150,9 @@ class Checkpoints:
             raise CheckpointError(f"step {step} is in {self.directory} already: restore from there, or save elsewhere")
         self._writing = step, checksums(arrays)
         args = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(arrays),  # pyright: ignore[reportCallIssue] (dataclasses made by a decorator)
+            state=ocp.args.PyTreeSave(  # pyright: ignore[reportCallIssue] (dataclasses made by a decorator)
+                arrays, save_args={name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
+            ),
             about=ocp.args.JsonSave(beside),  # pyright: ignore[reportCallIssue]
         )
         with self._failing():
@@ -325,7 +331,10 @@ def _arrays(path: Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, j
     args = ocp.args.PyTreeRestore(  # pyright: ignore[reportCallIssue] (a dataclass made by a decorator)
         targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True
     )
-    reader = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_IN_PASSING_GB)
+    largest = max((math.prod(x.shape) * x.dtype.itemsize for x in targets.values()), default=0)
+    # A shard is read whole or not at all, and Orbax takes none that does not stay below the limit.
+    limit = max(_IN_PASSING_BYTES, largest + _CHUNK_BYTES)
+    reader = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit / 1e9)  # pyright: ignore[reportArgumentType]
     return reader.restore(path, args=args)  # pyright: ignore[reportArgumentType]
 
 

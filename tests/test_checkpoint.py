@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from tiny_decoder import batches, decoder
 
 import jzero
-from jzero import stored
+from jzero import checkpoint, stored
+from jzero import checksums as sums
 from jzero.checksums import checksums
 from jzero.models.decoder import next_token_loss
 from jzero.stored import MismatchError
@@ -167,3 +168,29 @@ def test_a_checksum_is_the_same_on_every_mesh_and_finds_every_change(dtype):
     changed.reshape(-1).view(np.uint8)[17] ^= 1
     swapped = np.asarray(x)[:, ::-1]
     assert not values & {int(checksums({"x": jnp.asarray(y)})["x"]) for y in (changed, swapped)}
+
+
+@pytest.mark.parametrize(("shape", "spec"), [((8, 6, 4), P("dp")), ((7,), P()), ((3, 8, 1), P(None, "dp")), ((), P())])
+def test_a_checksum_is_the_same_in_pieces_of_any_size(monkeypatch, shape, spec):
+    mesh = jzero.make_mesh(f"dp={jax.device_count()}")
+    if jax.device_count() != 8:
+        spec = P()
+    x = jax.device_put(np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape), NamedSharding(mesh, spec))
+    values = set()
+    for piece in (1, 3, 10, 2**17):
+        monkeypatch.setattr(sums, "_PIECE", piece)
+        sums._over.cache_clear()
+        values.add(int(checksums({"x": x})["x"]))
+    sums._over.cache_clear()
+    assert len(values) == 1
+
+
+@needs_8
+def test_an_array_may_be_larger_than_what_is_read_at_a_time_and_than_a_chunk(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_IN_PASSING_BYTES", 1)
+    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 256)
+    old, new = setup("s1dp4tp2"), setup("one")
+    state = old.init()
+    with jzero.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+    assert_same(arrays(checkpoints.restore(new.abstract_state).state), arrays(state))
