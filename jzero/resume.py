@@ -15,7 +15,7 @@ import pydantic
 import jzero
 from jzero import data
 from jzero.checkpoint import CheckpointError
-from jzero.config import Config, ConfigError
+from jzero.config import Config, ConfigError, profile_steps
 from jzero.journal import Progress
 from jzero.stored import MismatchError
 
@@ -72,6 +72,7 @@ def begin(config: Config, run: jzero.Run, parts: Sequence[data.Part], checkpoint
         f"goes on from {where}: {about.samples:,} sequences trained on",
         *changes,
         *([found.converted] if found.converted else []),
+        *_past_profile(config, found.step),
     )
     return Beginning(found.state, Progress(found.step, about.samples, int(found.state.skipped)), lines)
 
@@ -167,6 +168,13 @@ def _changes(about: _About, config: Config, now: list[int], where: str) -> list[
             f"order would be another one; start another run with run.dir"
         )
     return lines
+
+
+def _past_profile(config: Config, step: int) -> list[str]:
+    profile = profile_steps(config)
+    if profile is None or profile[0] > step:
+        return []
+    return [f"no profiler trace: log.profile = {config.log.profile} begins before the first step of this session"]
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
