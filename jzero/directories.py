@@ -1,4 +1,4 @@
-"""Whether a directory can be written that may not be there yet."""
+"""What is written is there whole or not at all, or is refused before."""
 
 import os
 from pathlib import Path
@@ -18,3 +18,13 @@ def obstacle(path: Path) -> str | None:
     if not os.access(there, os.W_OK | os.X_OK):
         return f"{there} is not writable"
     return None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replaces what is at `path`; killed at any moment, it leaves the old or the new."""
+    part = path.with_name(f".{path.name}.part")
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

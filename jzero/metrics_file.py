@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jzero.directories import write_whole
+
 Line = dict[str, Any]
 
 
@@ -33,7 +35,7 @@ def rewind(path: Path, keep: Callable[[Line], bool]) -> list[Line]:
     if dropped:
         _append(path.with_name(f"{path.stem}.dropped{path.suffix}"), dropped)
     if b"".join(kept) != text:
-        _replace(path, kept)
+        write_whole(path, b"".join(kept))
     return evaluations
 
 
@@ -53,10 +55,7 @@ def _append(path: Path, lines: Sequence[bytes]) -> None:
         os.fsync(file.fileno())
 
 
-def _replace(path: Path, lines: Sequence[bytes]) -> None:
-    part = path.with_name(f".{path.name}.part")
-    with part.open("wb") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+def evaluated_at(path: Path, step: int) -> bool:
+    """Whether the file has the evaluation after `step`."""
+    lines = map(_parsed, path.read_bytes().split(b"\n") if path.exists() else [])
+    return any(line is not None and line["step"] == step and "eval_loss" in line for line in lines)

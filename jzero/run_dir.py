@@ -3,7 +3,7 @@
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import jax
@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from jzero import together
 from jzero.checkpoint import Checkpoints
 from jzero.config import Config, ConfigError, to_yaml
-from jzero.directories import obstacle
+from jzero.directories import obstacle, write_whole
 
 CHECKPOINTS = "checkpoints"
 SEEN_WITHIN_S = 60.0  # network file systems may keep what a directory held for so long
@@ -29,35 +29,33 @@ def session(config: Config) -> Iterator[tuple[Path, Config]]:
         ConfigError: it cannot be made, or another session is at work there.
         ProcessError: so it is in one of several processes, or one does not see what another writes.
     """
-    run_dir, lock = Path(), nullcontext()
-    with together.agreed((ConfigError,)):
-        if together.is_first():
-            run_dir = make_run_dir(config.run.dir)
-            lock = locked(run_dir)
-    if jax.process_count() > 1:
-        run_dir = Path(together.broadcast_text(str(run_dir.absolute())))
+    run_dir = Path()
+    with ExitStack() as stack:
         with together.agreed((ConfigError,)):
-            check_seen(run_dir, SEEN_WITHIN_S)
-    with lock:
+            if together.is_first():
+                run_dir = make_run_dir(config.run.dir)
+                stack.enter_context(locked(run_dir))
+        if jax.process_count() > 1:
+            run_dir = Path(together.broadcast_text(str(run_dir.absolute())))
+            with together.agreed((ConfigError,)):
+                check_seen(run_dir, SEEN_WITHIN_S)
         yield run_dir, config.model_copy(update={"run": config.run.model_copy(update={"dir": str(run_dir)})})
 
 
-def locked(run_dir: Path) -> FileLock:
-    """The lock of a directory, taken.
+def locked(run_dir: Path) -> AbstractContextManager[object]:
+    """The lock of a directory, taken; the context lets go of it.
 
     Raises:
         ConfigError: another session has it.
     """
-    lock = FileLock(run_dir / _LOCK)
     try:
-        lock.acquire(blocking=False)
+        return FileLock(run_dir / _LOCK).acquire(blocking=False)
     except Timeout:
         raise ConfigError(f"run.dir = {run_dir}: another run is at work there; name another directory") from None
-    return lock
 
 
 def check_seen(run_dir: Path, within_s: float) -> None:
-    """Whether a directory that another process has locked is there for this one, too.
+    """Refuses a directory that another process has locked and that is not there for this one.
 
     Raises:
         ConfigError: it is not, `within_s` seconds later.
@@ -126,6 +124,4 @@ def make_run_dir(name: str | None) -> Path:
 
 def write_config(run_dir: Path, config: Config) -> None:
     """Writes config.yaml, whole or not at all; it is that of the last session."""
-    unfinished = run_dir / "config.yaml.unfinished"
-    unfinished.write_text(to_yaml(config), encoding="utf-8")
-    unfinished.replace(run_dir / "config.yaml")
+    write_whole(run_dir / "config.yaml", to_yaml(config).encode())

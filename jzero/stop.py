@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn, Self
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-GRACE_S = 3.0  # for what is `unwinding`
-ECHO_S = 1.0  # `timeout` and launchers signal a process and then its group: within this time it is one signal
-STDERR = 2
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_GRACE_S = 3.0  # for what is `unwinding`
+_ECHO_S = 1.0  # `timeout` and launchers signal a process and then its group: within this time it is one signal
+_STDERR = 2
 
 
 class Interrupted(KeyboardInterrupt):
@@ -47,7 +47,6 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
 
     def __init__(self) -> None:
         self.asked: int | None = None
-        self._promise: str | None = None
         self._held = False
         self._unwinds = False
         self._replaced: dict[int, Any] = {}
@@ -61,7 +60,7 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
             self._watcher = threading.Thread(target=self._watch, name="jzero-signals", daemon=True)
             self._watcher.start()
             self._unraisable, sys.unraisablehook = sys.unraisablehook, self._swallowed
-            for number in SIGNALS:
+            for number in _SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self._replaced[number] = signal.signal(number, self._handle)
         return self
@@ -91,13 +90,9 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
         yield
         self._unwinds = False  # not after an exception, which is on its way to `main`
 
-    def hold(self, promise: str | None = "ending after this step") -> None:
-        """From the first call on, a first signal does no more than set `asked`.
-
-        Args:
-            promise: what is said to the user when one comes; None for nothing.
-        """
-        self._promise, self._held = promise, True
+    def hold(self) -> None:
+        """From the first call on, a first signal does no more than set `asked`, and tell the user."""
+        self._held = True
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         first, self.asked = self.asked is None, self.asked or number
@@ -113,7 +108,7 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
     def _watch(self) -> None:
         first, since = 0, 0.0
         while True:
-            grace = max(0.0, since + GRACE_S - time.monotonic()) if first and not self._held else None
+            grace = max(0.0, since + _GRACE_S - time.monotonic()) if first and not self._held else None
             if not select.select([self._pipe], [], [], grace)[0]:
                 if not self._held:
                     _end(Interrupted(first))
@@ -121,17 +116,17 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
             found = os.read(self._pipe, 64)
             if not found:
                 return
-            for number in filter(SIGNALS.__contains__, found):
+            for number in filter(_SIGNALS.__contains__, found):
                 if not first:
                     first, since = number, time.monotonic()
                     self._first(number)
-                elif time.monotonic() - since > ECHO_S:
+                elif time.monotonic() - since > _ECHO_S:
                     _end(Interrupted(number, "at once, since it came again"))
 
     def _first(self, number: int) -> None:
-        if self._held and self._promise:
-            _tell(f"\n{_name(number)}: {self._promise}; again to end at once")
-        elif not self._held and not self._unwinds:
+        if self._held:
+            _tell(f"\n{_name(number)}: ending after this step; again to end at once")
+        elif not self._unwinds:
             _end(Interrupted(number))
 
 
@@ -146,16 +141,22 @@ def _end(interrupted: Interrupted, above: str = "\n") -> NoReturn:
 
 def _tell(line: str) -> None:
     """Writes to stderr, past its locks, which the main thread may hold; not at all where it would have to wait."""
-    if select.select([], [STDERR], [], 0)[1]:
-        os.write(STDERR, f"{line}\n".encode())
+    if select.select([], [_STDERR], [], 0)[1]:
+        os.write(_STDERR, f"{line}\n".encode())
 
 
 def _name(number: int) -> str:
     return signal.Signals(number).name
 
 
-# `python -m jzero.train` imports `jzero` before its own first line: from here on a signal ends it in one line.
-if sys.argv[:1] == ["-m"] and threading.current_thread() is threading.main_thread():
-    for _number in SIGNALS:
+def _runs_a_command(argv: list[str]) -> bool:
+    """Whether `argv`, of the interpreter, is `python -m jzero.train` or another command of this package."""
+    return "-m" in argv[:-1] and argv[argv.index("-m") + 1].startswith(f"{__name__.partition('.')[0]}.")
+
+
+# `python -m jzero.train` imports `jzero` before its own first line: from here on a signal ends it in one line.  Python
+# says "-m" for the name of the program until it has found the module; other programs keep their own handlers.
+if sys.argv[:1] == ["-m"] and _runs_a_command(sys.orig_argv) and threading.current_thread() is threading.main_thread():
+    for _number in _SIGNALS:
         if signal.getsignal(_number) != signal.SIG_IGN:
             signal.signal(_number, _handle_at_once)

@@ -85,7 +85,7 @@ def test_a_state_comes_back_on_every_stage_and_mesh(saved, old, new):
     np.testing.assert_allclose(got, losses, rtol=0 if old == new else 1e-5)
 
 
-def test_a_save_is_of_the_state_it_was_given_though_that_is_donated_at_once(saved, tmp_path):
+def test_a_save_is_of_the_state_it_was_given_though_that_is_donated_at_once(tmp_path):
     run = jzero.setup(decoder(), next_token_loss, optax.adamw(1e-2), "dp=-1", DATA[0], stage=1)
     state = run.init()
     with jzero.Checkpoints(tmp_path, keep=None) as checkpoints:

@@ -14,7 +14,8 @@ from tiny_run import TINY
 
 from jzero import distributed, together
 from jzero.config import ConfigError
-from jzero.distributed import Launcher, StartError, launcher
+from jzero.distributed import StartError
+from jzero.launchers import Launcher, launcher
 from jzero.run_dir import check_seen
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "a[1-2]", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}

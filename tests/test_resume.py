@@ -206,10 +206,8 @@ def test_what_is_asked_for_and_is_not_there_ends_with_status_2(corpus, old, tmp_
     assert begins == []
 
 
-def test_a_run_without_a_name_has_nothing_to_go_on_from(corpus, tmp_path, capsys, monkeypatch):
+def test_a_run_without_a_name_has_nothing_to_go_on_from(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    argv = [word for word in flags(corpus, "none", *SHORT) if word not in ("--run.dir", "none")]
-    argv += ["--run.cache_dir", "none"] if "--run.cache_dir" not in argv else ["none"]
     assert "run.dir" in refused(capsys, [*SHORT, *TINY, "--checkpoint.resume", "must"], tmp_path)
 
 

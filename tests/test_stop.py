@@ -20,7 +20,7 @@ from jzero.config import load
 from jzero.journal import Journal
 from jzero.loop import Loop
 from jzero.loop import fit as fit_loop
-from jzero.stop import Interrupted, Stop
+from jzero.stop import Interrupted, Stop, _runs_a_command
 from jzero.watch import Trace
 
 ROOT = Path(__file__).parent.parent
@@ -52,11 +52,11 @@ def test_what_leaves_files_unless_it_unwinds_is_unwound(number):
 @pytest.mark.parametrize("number", [TERM, INT])
 def test_from_the_first_step_on_a_signal_is_noted_and_told(number, capfd):
     with Stop() as stop:
-        stop.hold("ending after this step, with a checkpoint")
+        stop.hold()
         assert stop.asked is None
         signal.raise_signal(number)
         assert stop.asked == number
-        assert told(capfd) == f"\n{number.name}: ending after this step, with a checkpoint; again to end at once\n"
+        assert told(capfd) == f"\n{number.name}: ending after this step; again to end at once\n"
 
 
 def told(capfd):
@@ -379,3 +379,18 @@ def test_a_start_that_is_signalled_ends_soon_in_one_line(command_line, number, a
 @pytest.mark.parametrize("after_s", [0.2 + k * 0.4 for k in range(20)])  # before, it is no program of ours
 def test_no_moment_of_a_start_loses_a_signal(command_line, number, after_s):
     test_a_start_that_is_signalled_ends_soon_in_one_line(command_line, number, after_s)
+
+
+@pytest.mark.parametrize(
+    ("argv", "commands"),
+    [
+        (["python", "-m", "jzero.train", "--stage", "3"], True),
+        (["python", "-X", "dev", "-m", "jzero.train"], True),
+        (["python", "-m", "theirs.train", "-m", "jzero.train"], False),
+        (["python", "-m", "jzerox.train"], False),
+        (["python", "-m"], False),
+        (["python", "train.py"], False),
+    ],
+)
+def test_programs_that_import_the_package_keep_their_own_handlers(argv, commands):
+    assert _runs_a_command(argv) == commands

@@ -418,4 +418,5 @@ def test_a_device_count_in_xla_flags_is_respected(tmp_path):
 def test_one_session_at_a_time_works_in_a_directory(tmp_path):
     with locked(tmp_path), pytest.raises(ConfigError, match="another run is at work there"):
         locked(tmp_path)
-    locked(tmp_path).release()
+    with locked(tmp_path):
+        pass

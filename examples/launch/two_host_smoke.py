@@ -52,6 +52,9 @@ def main() -> int:
         distributed.leave(1)  # on the usual way out JAX would go on waiting
     except together.ProcessError as error:
         return failed(error) if together.is_first() else 1
+    except jax.errors.JaxRuntimeError as error:  # a process that died, a network that broke, NCCL
+        failed(f"{distributed.name()}: {str(error).splitlines()[0]}; {NETWORK}")
+        distributed.leave(1)
     say(f"PASS: {jax.process_count()} processes, {jax.device_count()} devices")
     return 0
 
