@@ -219,7 +219,7 @@ class Checkpoints:
     def _read(self, step: int, abstract_state: TrainState) -> tuple[TrainState, str]:
         path = self.directory / str(step)
         sums = _by_all(lambda: seal.read(path))
-        held = _by_all(lambda: _held(path / "state"))
+        held = _by_all(lambda: _held(path / "state"), "state")
         wanted = stored.leaves(abstract_state)
         try:
             found = stored.sources(held, wanted)
@@ -231,7 +231,7 @@ class Checkpoints:
             source: jax.ShapeDtypeStruct(held[source].shape, held[source].dtype, sharding=wanted[name].sharding)
             for source, name in first.items()
         }
-        arrays = _by_all(lambda: _arrays(path / "state", targets))
+        arrays = _by_all(lambda: _arrays(path / "state", targets), "state")
         for name, found_sum in jax.device_get(checksums(arrays)).items():
             if int(found_sum) != sums.get(name):
                 raise DamagedError(f"{name!r} is not what was saved")
@@ -344,8 +344,11 @@ def _as(x: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.jit(lambda x: x.astype(target.dtype), out_shardings=target.sharding)(x)
 
 
-def _by_all(read: Callable[[], _T]) -> _T:
+def _by_all(read: Callable[[], _T], what: str = "") -> _T:
     """What `read` returns, if it succeeds in every process.
+
+    Args:
+        what: is read, where the error does not say so.
 
     Raises:
         DamagedError: it does not, here or elsewhere.
@@ -356,7 +359,7 @@ def _by_all(read: Callable[[], _T]) -> _T:
         result, fault = None, _reason(error)
     faults = [f"{text} (process {i})" if i else text for i, text in enumerate(together.gather_texts(fault)) if text]
     if faults:
-        raise DamagedError(faults[0])
+        raise DamagedError(f"{what} cannot be read ({faults[0]})" if what else faults[0])
     return result  # pyright: ignore[reportReturnType] (without a fault it is what read returned)
 
 

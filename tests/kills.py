@@ -31,7 +31,8 @@ class Kill:
         resumed: the step it went on from, 0 for a fresh start, None if it was killed before it said so.
         trained: last step in metrics.jsonl when it was dead, 0 for none.
         complete: steps of the directories that were complete then.
-        unfinished: names of the directories that a save had begun then.
+        unfinished: names of the directories of unfinished steps.
+        new: those of them that this session has made.
         entries: how many names there were in the directory of checkpoints.
     """
 
@@ -40,6 +41,7 @@ class Kill:
     trained: int
     complete: list[int]
     unfinished: list[str]
+    new: list[str]
     entries: int
 
     @property
@@ -47,8 +49,8 @@ class Kill:
         """What was under way when it died."""
         if self.resumed is None:
             return "start"
-        removal = any(name.endswith("removed") for name in self.unfinished)
-        return "removal of an old step" if removal else "save" if self.unfinished else "training"
+        removal = any(name.endswith("removed") for name in self.new)
+        return "removal of an old step" if removal else "save" if self.new else "training"
 
 
 class Sessions:
@@ -80,7 +82,7 @@ class Sessions:
 
     def kill(self, aim: str, rng: random.Random) -> Kill:
         """Starts a session and kills it at a moment of its own."""
-        before, process = set(self._names()), self.start()
+        before, old, process = set(self._names()), self._inodes(), self.start()
         try:
             if aim != "any":
                 self._wait(process, lambda: set(self._names()) - before)
@@ -100,6 +102,7 @@ class Sessions:
             trained=max((line["step"] for line in lines if "loss" in line), default=0),
             complete=sorted(int(name) for name in left if name.isdecimal()),
             unfinished=self._unfinished(),
+            new=[name for name, inode in self._inodes().items() if old.get(name) != inode],
             entries=len(left),
         )
 
@@ -124,6 +127,9 @@ class Sessions:
 
     def _unfinished(self) -> list[str]:
         return [name for name in self._names() if UNFINISHED in name]
+
+    def _inodes(self) -> dict[str, int]:
+        return {name: (self.checkpoints / name).stat().st_ino for name in self._unfinished()}
 
     def _wait(self, process, happens) -> None:
         until = time.monotonic() + PATIENCE_S

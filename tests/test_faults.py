@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pickle
 import resource
 import shutil
 from pathlib import Path
@@ -116,6 +117,26 @@ DAMAGE = {
     "a seal of nothing": (lambda step: reseal(step, checksums={}), "is not what was saved"),
     "nothing at all": (lambda step: (shutil.rmtree(step), step.mkdir()), "seal.json is missing"),
 }
+
+
+@pytest.mark.parametrize("name", ["_METADATA", "_sharding"])
+@pytest.mark.parametrize("text", ["", "{}", "null", "[[1]]", DEEP, '{"tree_metadata": {"x": {"key_metadata": 3}}}'])
+def test_what_somebody_else_has_written_and_sealed_is_no_more_than_damage(run, directory, name, text):
+    step = directory / "2"
+    (step / "state" / name).write_text(text)
+    seal.write(step, json.loads((step / "seal.json").read_text())["checksums"])
+    found = jzero.Checkpoints(directory).restore(run.abstract_state)
+    assert found.step == 1
+    assert found.damaged[0].startswith(f"step 2 in {directory} is damaged: state cannot be read (")
+
+
+def test_no_pickle_is_read(run, directory, monkeypatch):
+    def unpickles(*_, **__):
+        raise AssertionError("something is unpickled")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, unpickles)
+    assert jzero.Checkpoints(directory).restore(run.abstract_state).step == 2
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
