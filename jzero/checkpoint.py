@@ -17,7 +17,6 @@ import itertools
 import json
 import logging
 import math
-import os
 import re
 import shutil
 import sys
@@ -34,14 +33,13 @@ from jzero import seal, stored, together
 from jzero.checksums import checksums
 from jzero.step import TrainState
 from jzero.stored import MismatchError
+from jzero.writer import WriteError, Writer, reason
 
 _T = TypeVar("_T")
 
 _UNFINISHED = ".orbax-checkpoint-tmp"  # in the names that Orbax writes under
 _GONE = f"{_UNFINISHED}-removed"  # so that what is left of a step is cleaned up with the rest
-_WRITE_TIMEOUT_S = 1200
 _CLEARINGS = 20  # tries, a tenth of a second apart
-_REASON = 300  # characters of somebody else's message
 _IN_PASSING_BYTES = 2**30  # on a host, of arrays on their way from a file to a device
 _CHUNK_BYTES = (
     2**26
@@ -49,7 +47,13 @@ _CHUNK_BYTES = (
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, found or read; the message is one line for the user."""
+    """A checkpoint that cannot be written, found or read; the message is one line for the user.
+
+    Attributes:
+        everywhere: whether all processes have the same error.
+    """
+
+    everywhere = False
 
 
 class DamagedError(CheckpointError):
@@ -92,7 +96,7 @@ class Checkpoints:
             raise ValueError(f"keep={keep!r} must be at least 1; None keeps all")
         self.directory = Path(directory).absolute()
         self._keep = keep
-        self._writer: ocp.AsyncCheckpointer | None = None
+        self._writer: Writer | None = None
         self._writing: tuple[int, dict[str, jax.Array]] | None = None
         self._ours: int | None = None  # the newest step that this run began from or has written
 
@@ -112,6 +116,10 @@ class Checkpoints:
             return []
         return sorted(int(path.name) for path in self._named_as_steps() if path.is_dir())
 
+    def agreed_steps(self) -> list[int]:
+        """`steps` as the first process sees them, in all: a network file system may show others what it held before."""
+        return json.loads(together.broadcast_text(json.dumps(self.steps())))
+
     def _named_as_steps(self) -> list[Path]:
         return [path for path in self.directory.iterdir() if re.fullmatch("0|[1-9][0-9]*", path.name)]
 
@@ -125,7 +133,7 @@ class Checkpoints:
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise DamagedError(f"{path} cannot be read ({_reason(error)})") from error
+            raise DamagedError(f"{path} cannot be read ({reason(error)})") from error
 
     def save(self, step: int, state: TrainState, about: Mapping[str, Any] | None = None) -> None:
         """Begins to write a step and returns; the state may be used, and donated, at once.
@@ -138,16 +146,21 @@ class Checkpoints:
             about: what JSON can hold.
 
         Raises:
-            CheckpointError: this save cannot begin, or the one before has failed.
+            CheckpointError: this save cannot begin, or the one before has failed, in this process or in another.
+            ProcessError: another process cannot begin.
         """
         self.wait()
         beside = _jsonable(step, about or {})
         arrays = stored.leaves(state)
-        if self._writer is None:
-            self._writer = self._open_for_writing()
         target = self.directory / str(step)
-        if target.exists():
-            raise CheckpointError(f"step {step} is in {self.directory} already: restore from there, or save elsewhere")
+        with together.agreed():
+            if self._writer is None:
+                self._writer = self._open_for_writing()
+            # The others may see what the first has just set aside.
+            if together.is_first() and target.exists():
+                raise CheckpointError(
+                    f"step {step} is in {self.directory} already: restore from there, or save elsewhere"
+                )
         self._writing = step, checksums(arrays)
         args = ocp.args.Composite(
             state=ocp.args.PyTreeSave(  # pyright: ignore[reportCallIssue] (dataclasses made by a decorator)
@@ -156,18 +169,18 @@ class Checkpoints:
             about=ocp.args.JsonSave(beside),  # pyright: ignore[reportCallIssue]
         )
         with self._failing():
-            self._writer.save(target, args=args)
+            self._writer.save(target, args)
 
     def wait(self) -> None:
         """Waits until the step that is being written is complete, and removes the steps that are no longer kept.
 
         Raises:
-            CheckpointError: it cannot be written; the steps before are as they were.
+            CheckpointError: it cannot be written, by one process at least; the steps before are as they were.
         """
         if self._writing is None or self._writer is None:
             return
         with self._failing():
-            self._writer.wait_until_finished()
+            self._writer.wait()
         self._ours, self._writing = self._writing[0], None
         if together.is_first() and self._keep is not None:
             for number in self.steps()[: -self._keep]:
@@ -197,7 +210,7 @@ class Checkpoints:
             CheckpointError: there is no step, or no such step, or none that can be read; names each and its fault.
             MismatchError: it is of another model or optimizer; names the leaf, and both shapes.
         """
-        steps = self.steps()
+        steps = self.agreed_steps()
         if not steps:
             raise CheckpointError(f"there is no complete step in {self.directory}")
         if step is not None and step not in steps:
@@ -206,7 +219,7 @@ class Checkpoints:
         for number in reversed(steps) if step is None else [step]:
             try:
                 state, converted = self._read(number, abstract_state)
-                about = self.about(number)
+                about = _by_all(lambda number=number: self.about(number))
             except DamagedError as error:
                 damaged.append(f"step {number} in {self.directory} is damaged: {error}")
                 continue
@@ -240,13 +253,13 @@ class Checkpoints:
         text = f"{len(changed)} leaves converted, such as {changed[0]!r}" if changed else ""
         return stored.restored(abstract_state, leaves), text
 
-    def _open_for_writing(self) -> ocp.AsyncCheckpointer:
+    def _open_for_writing(self) -> Writer:
         """A writer, and room for its steps: what a killed run left goes, what stands in the way of new steps moves.
 
         Raises:
             CheckpointError: the directory cannot be made, or holds steps that this run did not begin from.
         """
-        later = [number for number in self.steps() if self._ours is None or number > self._ours]
+        later = [number for number in self.agreed_steps() if self._ours is None or number > self._ours]
         if self._ours is None and later:
             raise CheckpointError(
                 f"{self.directory} holds {_listed(later)} of another run: restore from there, or save elsewhere"
@@ -266,8 +279,7 @@ class Checkpoints:
             state=ocp.PyTreeCheckpointHandler(use_compression=False),
             about=ocp.JsonCheckpointHandler(),
         )
-        options = ocp.options.AsyncOptions(timeout_secs=_WRITE_TIMEOUT_S, post_finalization_callback=self._seal)
-        return ocp.AsyncCheckpointer(handler, async_options=options)
+        return Writer(handler, self._seal)
 
     def _drop_writer(self) -> None:
         """Ends its threads; a next one finds whatever this one leaves."""
@@ -287,7 +299,7 @@ class Checkpoints:
         """Turns what goes wrong in the writer into a CheckpointError, and frees the space of the step it failed at."""
         try:
             yield
-        except Exception as error:  # whatever ended the writer, the step is not there
+        except WriteError as error:
             assert self._writing is not None
             (step, _), self._writing = self._writing, None
             if together.is_first():
@@ -296,9 +308,9 @@ class Checkpoints:
                         _clear(path)
             self._drop_writer()
             newest = f"the newest complete one is {self.steps()[-1]}" if self.steps() else "there is no other"
-            raise CheckpointError(
-                f"step {step} could not be written to {self.directory} ({_reason(error)}); {newest}"
-            ) from error
+            failed = CheckpointError(f"step {step} could not be written to {self.directory} ({error}); {newest}")
+            failed.everywhere = True
+            raise failed from error
 
 
 @functools.cache
@@ -356,19 +368,11 @@ def _by_all(read: Callable[[], _T], what: str = "") -> _T:
     try:
         result, fault = read(), ""
     except Exception as error:  # noqa: BLE001 (of files that went bad, Orbax raises anything)
-        result, fault = None, _reason(error)
+        result, fault = None, reason(error)
     faults = [f"{text} (process {i})" if i else text for i, text in enumerate(together.gather_texts(fault)) if text]
     if faults:
         raise DamagedError(f"{what} cannot be read ({faults[0]})" if what else faults[0])
     return result  # pyright: ignore[reportReturnType] (without a fault it is what read returned)
-
-
-def _reason(error: BaseException) -> str:
-    """Somebody else's message in a few words: what the system said, if it was the system."""
-    if type(error) is Exception and error.__cause__ is not None:  # Orbax's, which says at length where it was
-        error = error.__cause__
-    number = re.search(r"os_error_code='(\d+)'", str(error))
-    return os.strerror(int(number[1])) if number else " ".join(str(error).split())[:_REASON]
 
 
 def _jsonable(step: int, about: Mapping[str, Any]) -> dict[str, Any]:

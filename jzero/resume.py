@@ -55,7 +55,7 @@ def begin(config: Config, run: jzero.Run, parts: Sequence[data.Part], checkpoint
     Raises:
         ConfigError: there is no such step, none can be read, or it is of another model or other data.
     """
-    if not checkpoints.steps():
+    if not checkpoints.agreed_steps():
         return Beginning(run.init(), Progress())
     asked = config.checkpoint.resume
     try:

@@ -10,6 +10,7 @@ Exit status: 0, the run reached its last step; 1, it failed; 2, the input was wr
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from jzero.run_dir import CHECKPOINTS, check_run_dir, session, write_config
 from jzero.stop import Interrupted, Stop
 
 FAKE_DEVICES = 8  # of all processes
+LAST_S = 1.0  # the first process leaves so much later: JAX aborts those that find it gone
 BAD_INPUT = (ConfigError, data.DataError, compile_cache.CacheError)
 
 
@@ -57,7 +59,8 @@ def _status(argv: Sequence[str], stop: Stop) -> int:
     except distributed.StartError as error:
         return _failed(error, 2 if error.bad_input else 1, named=False)
     except (jzero.CheckpointError, OSError) as error:  # OSError: a full disk, data that is gone
-        return _failed(error, 1)
+        everywhere = isinstance(error, jzero.CheckpointError) and error.everywhere
+        return _all_failed(error, 1) if everywhere else _failed(error, 1)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         if not distributed.lost_peer(error):
             raise
@@ -76,6 +79,16 @@ def _failed(error: object, status: int, *, named: bool = True) -> int:
     me = f"{distributed.name()}: " if named and distributed.started() else ""
     print(f"error: {me}{' '.join(str(error).split())}\n", end="", file=sys.stderr)  # one write: JAX may print meanwhile
     if distributed.started():
+        distributed.leave(status)
+    return status
+
+
+def _all_failed(error: object, status: int) -> int:
+    """What all processes have to say, said by the first; all leave, since threads may wait for what does not come."""
+    _say(error, status)
+    if distributed.started():
+        if together.is_first():
+            time.sleep(LAST_S)
         distributed.leave(status)
     return status
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import jzero
 
 ROOT = Path(jzero.__file__).parents[1]
+TRAIN = ("-m", "jzero.train")
 _OF_THIS_SUITE = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")  # its device count is not that of a process
 
 _NOISE = re.compile(r"^\[Gloo\] Rank|cudart_stub|before absl::InitializeLog")
@@ -54,16 +55,24 @@ def spawn(words: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] 
     return subprocess.Popen([sys.executable, *words], cwd=cwd, env=environment(**(env or {})), **pipes)
 
 
-def spawn_run(count: int, argv: Sequence[str], cwd: Path, own: Mapping[int, Sequence[str]] | None = None, **env: str):
+def spawn_run(
+    count: int,
+    argv: Sequence[str],
+    cwd: Path,
+    own: Mapping[int, Sequence[str]] | None = None,
+    program: Sequence[str] = TRAIN,
+    **env: str,
+):
     """Starts `count` processes of one training run, or those of them that `own` names.
 
     Args:
         own: process -> flags that it alone is given.
+        program: what takes the flags.
     """
     started, flags = [], ["--distributed.coordinator", free_address(), "--distributed.processes", str(count)]
     for process in range(count) if own is None else own:
         mine = [*flags, "--distributed.process", str(process), *argv, *(own or {}).get(process, [])]
-        started.append(spawn(["-m", "jzero.train", *mine], cwd, env))
+        started.append(spawn([*program, *mine], cwd, env))
     return started
 
 

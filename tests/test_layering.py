@@ -28,7 +28,7 @@ ROWS = [
         "pace",
     },
     {"collectives", "hlo", "reads", "watch", "compile_cache", "metrics_file", "distributed"},
-    {"zero"},
+    {"zero", "writer"},
     {"use"},
     {"pullback"},
     {"prefetch"},
