@@ -22,6 +22,7 @@ from jzero.run import Run, Specs
 from jzero.schedules import make_schedule
 from jzero.stack import scan_layers
 from jzero.step import TrainState
+from jzero.stored import MismatchError
 from jzero.use import remat_policy
 from jzero.zero import Whole, Zero
 
@@ -29,6 +30,7 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "Comm",
+    "MismatchError",
     "Precision",
     "Restored",
     "Run",

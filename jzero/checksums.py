@@ -56,7 +56,7 @@ def _over(mesh: Mesh, specs: tuple[tuple[str, P, tuple[int, ...]], ...]) -> Any:
 
 def _of_shard(x: jax.Array, spec: P, shape: tuple[int, ...], mesh: Mesh) -> jax.Array:
     """What the shard of this device contributes; where shards are copies, the first does."""
-    words = 2 if x.dtype.itemsize == 8 else 1
+    words = max(1, x.dtype.itemsize // 4)
     strides = [words * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     axes = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry]
     starts = [
@@ -97,9 +97,14 @@ def _sum(x: jax.Array, start: Any, strides: list[int]) -> jax.Array:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of each element as uint32, those of 8 bytes as two in a new last dim."""
+    """The bits of each element as uint32, those of more than 4 bytes as several in a new last dim."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        parts = lax.bitcast_convert_type(jnp.stack([x.real, x.imag], -1), jnp.uint32)
+        return parts.reshape(*x.shape, -1)
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
+    elif (jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo)(x.dtype).bits < 8:
+        x = x.astype(jnp.float32)  # exact: fewer than 8 bits are fewer than float32 has
     return lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize]).astype(jnp.uint32)
 
 

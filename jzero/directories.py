@@ -10,9 +10,12 @@ def obstacle(path: Path) -> str | None:
     Makes nothing.
     """
     try:
+        broken = next((p for p in (path, *path.parents) if p.is_symlink() and not p.exists()), None)
         there = next(p for p in (path, *path.parents) if p.exists())
     except OSError as error:
         return error.strerror
+    if broken:
+        return f"{broken} is a link to what is not there"
     if not there.is_dir():
         return f"{there} is not a directory"
     if not os.access(there, os.W_OK | os.X_OK):

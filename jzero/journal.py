@@ -204,7 +204,9 @@ class Journal:
             here = f"{now.step} steps, {self._tokens(now):,} tokens in {seconds:.1f} s"
             lines = [f"{done}: {here}, {now.skipped} steps skipped"]
         if self._evals:
-            lines.append(f"held-out loss: {self._evals[0][1]:.4f} -> {self._evals[-1][1]:.4f} nats per token")
+            (_, first), (step, last) = self._evals[0], self._evals[-1]
+            at = "" if step == now.step else f", the last after step {step}"
+            lines.append(f"held-out loss: {first:.4f} -> {last:.4f} nats per token{at}")
         return "\n".join(lines)
 
     def check(self) -> None:

@@ -43,7 +43,7 @@ def _parsed(raw: bytes) -> Line | None:
     """A line of the journal; None for what is left of one."""
     try:
         line = json.loads(raw)
-    except ValueError:  # no JSON, or not even UTF-8
+    except (ValueError, RecursionError):  # no JSON, or not even UTF-8
         return None
     return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
 

@@ -6,17 +6,20 @@ change without a word (devices, stage, mesh, microbatches), and what does change
 rate, batch size, precision, number of steps).
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pydantic
 
 import jzero
-from jzero import data
+from jzero import data, together
 from jzero.checkpoint import CheckpointError
-from jzero.config import Config, ConfigError, profile_steps
+from jzero.config import Config, ConfigError, profile_steps, show, values_of
 from jzero.journal import Progress
+from jzero.metrics_file import evaluated_at
 from jzero.stored import MismatchError
 
 # Keys, and sections with a dot behind them.
@@ -24,8 +27,9 @@ _CHANGES_NOTHING = (
     *("stage", "mesh", "micro_batch", "zero.", "comm.", "log.", "checkpoint.", "run.", "distributed."),
     *("data.prefetch", "data.eval_batches", "model.preset", "model.remat", "model.attention"),
 )
-_IS_SAID = ("model.dropout", "data.path", "data.glob", "data.tokenizer")  # the number of sequences guards the data
+_IS_SAID = ("model.dropout", "data.path", "data.glob", "data.tokenizer")  # fingerprints guard the data
 _BELONGS = ("seed", "model.", "data.")
+_LOOKED_AT = 64  # sequences of a source, for its fingerprint
 
 
 @dataclass(frozen=True)
@@ -55,18 +59,24 @@ def begin(config: Config, run: jzero.Run, parts: Sequence[data.Part], checkpoint
     Raises:
         ConfigError: there is no such step, none can be read, or it is of another model or other data.
     """
-    if not checkpoints.agreed_steps():
-        return Beginning(run.init(), Progress())
-    asked = config.checkpoint.resume
+    steps, asked = checkpoints.agreed_steps(), config.checkpoint.resume
+    if not steps:
+        return Beginning(run.init(), Progress(), ("begins at step 0",))
     try:
         found = checkpoints.restore(run.abstract_state, asked if isinstance(asked, int) else None)
         about = _About.read(found)
-    except (CheckpointError, MismatchError) as error:
+    except MismatchError as error:
+        hint = _model_changes(checkpoints, asked if isinstance(asked, int) else steps[-1], config)
+        raise ConfigError(f"checkpoint.resume = {asked}: {error}{hint}; start another run with run.dir") from error
+    except CheckpointError as error:
         raise ConfigError(f"checkpoint.resume = {asked}: {error}") from error
     where = f"step {found.step} in {checkpoints.directory}"
-    changes = _changes(about, config, sequences(parts), where)
+    changes = _changes(about, config, fingerprints(parts), where)
     if found.step > config.steps:
-        raise ConfigError(f"steps = {config.steps} is less than {where}, which this run would go on from")
+        raise ConfigError(
+            f"steps = {config.steps} is less than {where}, which this run would go on from; give more steps, "
+            f"go back with checkpoint.resume, or start another run with run.dir"
+        )
     lines = (
         *(f"warning: {line}" for line in found.damaged),
         f"goes on from {where}: {about.samples:,} sequences trained on",
@@ -74,7 +84,9 @@ def begin(config: Config, run: jzero.Run, parts: Sequence[data.Part], checkpoint
         *([found.converted] if found.converted else []),
         *_past_profile(config, found.step),
     )
-    return Beginning(found.state, Progress(found.step, about.samples, int(found.state.skipped)), lines)
+    metrics = checkpoints.directory.parent / "metrics.jsonl"
+    evaluated = bool(together.broadcast_text("1" if evaluated_at(metrics, found.step) else ""))
+    return Beginning(found.state, Progress(found.step, about.samples, int(found.state.skipped), evaluated), lines)
 
 
 class Saves:
@@ -97,7 +109,7 @@ class Saves:
         """
         self.enabled = config.checkpoint.every is not None
         self._config, self._start, self._newest = config, start, start.step
-        self._sequences, self._checkpoints = sequences(parts), checkpoints
+        self._data, self._checkpoints = fingerprints(parts), checkpoints
 
     def due(self, step: int) -> bool:
         """Whether the state after `step` is to be saved."""
@@ -112,7 +124,7 @@ class Saves:
         """
         if self.enabled and step > self._newest:
             samples = self._start.samples + (step - self._start.step) * self._config.batch_size
-            about = _About(samples, self._sequences, self._config.model_dump(mode="json"))
+            about = _About(samples, self._data, self._config.model_dump(mode="json"))
             self._checkpoints.save(step, state, vars(about))
             self._newest = step
 
@@ -123,12 +135,12 @@ class _About:
 
     Attributes:
         samples: of the training stream, that the state was trained on.
-        sequences: training sequences of each source.
+        data: fingerprint of each source.
         config: resolved, as JSON has it.
     """
 
     samples: pydantic.NonNegativeInt
-    sequences: list[int]
+    data: list[str]
     config: dict[str, Any]
 
     @classmethod
@@ -139,12 +151,19 @@ class _About:
             raise CheckpointError(f"step {found.step} was not saved by jzero.train") from None
 
 
-def sequences(parts: Sequence[data.Part]) -> list[int]:
-    """Training sequences of each source."""
-    return [len(part.train) for part in parts]
+def fingerprints(parts: Sequence[data.Part]) -> list[str]:
+    """Of each source: how many training sequences it has, and a digest of 64 of them, evenly spread."""
+    return [f"{len(part.train):,} training sequences, digest {_digest(part.train)}" for part in parts]
 
 
-def _changes(about: _About, config: Config, now: list[int], where: str) -> list[str]:
+def _digest(samples: Any) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for index in np.unique(np.linspace(0, len(samples) - 1, _LOOKED_AT).astype(int)) if len(samples) else ():
+        digest.update(samples[int(index)]["tokens"].tobytes())
+    return digest.hexdigest()
+
+
+def _changes(about: _About, config: Config, now: list[str], where: str) -> list[str]:
     """A line for every setting that changes what is learnt from here on.
 
     Raises:
@@ -155,19 +174,33 @@ def _changes(about: _About, config: Config, now: list[int], where: str) -> list[
     for key in new:
         if old.get(key) == new[key] or _is_among(key, _CHANGES_NOTHING):
             continue
-        change = f"{key} = {_shown(new[key])}, and was {_shown(old.get(key))}"
+        change = f"{key} = {show(new[key])}, and was {show(old.get(key))}"
         if _is_among(key, _BELONGS) and key not in _IS_SAID:
             raise ConfigError(
                 f"{change} at {where}: a run goes on with the same model, data and seed; set it back, or start "
                 f"another run with run.dir"
             )
         lines.append(f"changed: {change}")
-    if about.sequences != now:
+    if about.data != now:
+        own = " (the standard library is that of the Python that runs)" if config.data.path is None else ""
         raise ConfigError(
-            f"the data has {_counts(now)} training sequences and had {_counts(about.sequences)} at {where}: their "
-            f"order would be another one; start another run with run.dir"
+            f"data.path: {' + '.join(now)}, and was {' + '.join(about.data)} at {where}{own}: a run goes on with the "
+            f"same data; bring it back, or start another run with run.dir"
         )
     return lines
+
+
+def _model_changes(checkpoints: jzero.Checkpoints, step: int, config: Config) -> str:
+    """The settings of a model or optimizer that make it another one than a step was saved with, in words."""
+    try:
+        old = _flat(dict(checkpoints.about(step).get("config", {})))
+    except (CheckpointError, TypeError, ValueError):
+        return ""
+    keys = {key: value for key, value in values_of(config) if key.startswith("model.") or key == "optim.name"}
+    changes = [
+        f"{key} = {show(value)}, and was {show(old.get(key))}" for key, value in keys.items() if old.get(key) != value
+    ]
+    return f" ({'; '.join(changes)})" if changes else ""
 
 
 def _past_profile(config: Config, step: int) -> list[str]:
@@ -186,11 +219,3 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _is_among(key: str, names: Sequence[str]) -> bool:
     return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else str(value)
-
-
-def _counts(counts: list[int]) -> str:
-    return " + ".join(f"{n:,}" for n in counts)

@@ -81,8 +81,10 @@ def check_run_dir(name: str | None, resume: str | int) -> None:
         ConfigError: it is not a directory, cannot be written, or has not what `resume` asks for.
     """
     path = Path(name or "runs").absolute()
-    if reason := obstacle(path):
+    if reason := obstacle(path) or obstacle(path / CHECKPOINTS):
         raise ConfigError(f"run.dir = {name or path}: {reason}; name another directory")
+    if path.name == CHECKPOINTS and (path.parent / "config.yaml").exists():
+        raise ConfigError(f"run.dir = {name}: holds the checkpoints of a run; did you mean {path.parent}?")
     held = [f for f in ("config.yaml", "metrics.jsonl", CHECKPOINTS) if name and (path / f).exists()]
     if resume == "never" and held:
         raise ConfigError(
@@ -123,5 +125,6 @@ def make_run_dir(name: str | None) -> Path:
 
 
 def write_config(run_dir: Path, config: Config) -> None:
-    """Writes config.yaml, whole or not at all; it is that of the last session."""
-    write_whole(run_dir / "config.yaml", to_yaml(config).encode())
+    """Writes config.yaml, whole or not at all; it is that of the last session, and goes on from where that ends."""
+    checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
+    write_whole(run_dir / "config.yaml", to_yaml(config.model_copy(update={"checkpoint": checkpoint})).encode())

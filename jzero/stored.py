@@ -5,7 +5,7 @@ at every precision, too: float32 masters stand under `master/`, beside the state
 leaf that rests in float32 has none.  A checkpoint in bfloat16 with masters and one in float32 differ by nothing else,
 and each restores to the other: what is wanted in another dtype than it is held in comes from the master.
 
-Random keys are stored as the integers that they are made of.
+Random keys are stored as the integers that they are made of, and arrays without elements not at all.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class MismatchError(ValueError):
 def leaves(state: TrainState) -> dict[str, Any]:
     """Name -> array as it is stored, of a train state or of an abstract one."""
     paths, _ = tree_flatten_with_path(_document(state))
-    return {_name(path): _data(x) for path, x in paths}
+    return {_name(path): _data(x) for path, x in paths if x.size}
 
 
 def sources(held: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, str]:
@@ -66,7 +66,9 @@ def restored(state: TrainState, arrays: Mapping[str, jax.Array]) -> TrainState:
         arrays: name -> array as it is stored, in the shardings of `leaves(state)`.
     """
     paths, treedef = tree_flatten_with_path(_document(state))
-    document = jax.tree.unflatten(treedef, [_undata(x, arrays[_name(path)]) for path, x in paths])
+    document = jax.tree.unflatten(
+        treedef, [_undata(x, arrays[_name(path)]) if x.size else _empty(x) for path, x in paths]
+    )
     opt_state, master = document.pop("opt_state"), document.pop("master")
     if isinstance(state.opt_state, WithMaster):
         opt_state = WithMaster(master, opt_state)
@@ -82,7 +84,13 @@ def _document(state: TrainState) -> dict[str, Any]:
 
 
 def _name(path: Any) -> str:
-    return keystr(path, simple=True, separator="/")
+    """The keys of a path with slashes between them; one that stands in a key is escaped as in an address."""
+    keys = (keystr((key,), simple=True) for key in path)
+    return "/".join(key.replace("%", "%25").replace("/", "%2F") for key in keys)
+
+
+def _empty(x: Any) -> jax.Array:
+    return jax.jit(lambda: jnp.zeros(x.shape, x.dtype), out_shardings=x.sharding)()
 
 
 def _source(name: str, leaf: Any, held: Mapping[str, Any]) -> str:

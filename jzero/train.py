@@ -25,7 +25,7 @@ from jzero.description import describe
 from jzero.journal import Journal, RunError
 from jzero.loop import IN_FLIGHT, Loop, fit
 from jzero.models.flops import flops_per_token
-from jzero.resume import Saves, begin, sequences
+from jzero.resume import Saves, begin, fingerprints
 from jzero.run_dir import CHECKPOINTS, check_run_dir, session, write_config
 from jzero.stop import Interrupted, Stop
 
@@ -123,7 +123,7 @@ def train(config: Config, stop: Stop) -> int:
             parts = open_data(config)
         run = make_run(config, jzero.make_mesh(config.mesh, devices))
         check_memory(run)
-    together.same_everywhere({"jax": jax.__version__, **dict(values_of(config)), "data": sequences(parts)})
+    together.same_everywhere({"jax": jax.__version__, **dict(values_of(config)), "data": fingerprints(parts)})
 
     # From here on the run leaves traces.
     with session(config) as (run_dir, config):
@@ -141,7 +141,10 @@ def farewell(ended_by: int, step: int, run_dir: Path, config: Config) -> str:
     where = f"stopped by {signal.Signals(ended_by).name} after step {step} of {config.steps}"
     if config.checkpoint.every is None:
         return f"{where}; nothing is saved (checkpoint.every = none)"
-    return f"{where}, which is saved; to go on: python -m jzero.train --config {run_dir / 'config.yaml'}"
+    if jax.process_count() > 1:
+        return f"{where}, which is saved; to go on, start all {jax.process_count()} processes again"
+    command = f"python -m jzero.train --config {run_dir / 'config.yaml'}"
+    return f"{where}, which is saved; to go on: {command} (on other devices with --mesh dp=-1)"
 
 
 def train_in(
@@ -199,4 +202,6 @@ def start_cpu_devices(processes: int = 1) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status:  # a thread that waits for what does not come would keep the process
+        distributed.leave(status)

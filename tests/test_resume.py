@@ -218,15 +218,15 @@ def test_a_run_without_a_name_has_nothing_to_go_on_from(tmp_path, capsys, monkey
     ("change", "words"),
     [
         (["--model.width", "32"], ["checkpoint.resume", "has shape", "in the checkpoint and", "in this run"]),
-        (["--model.layers", "3"], ["checkpoint.resume", "has shape (2,", "in the checkpoint and (3,"]),
+        (["--model.layers", "3"], ["has shape (2,", "in the checkpoint and (3,", "(model.layers = 3, and was 2)"]),
         (["--model.learned_positions", "64"], ["checkpoint.resume", "is not in the checkpoint"]),
         (["--model.norm_eps", "1e-4"], ["model.norm_eps = 0.0001, and was 1e-05 at step 6"]),
-        (["--optim.name", "lion"], ["checkpoint.resume", "opt_state", "which this run does not have"]),
+        (["--optim.name", "lion"], ["opt_state", "which this run does not have", "optim.name = lion, and was adamw"]),
         (["--optim.name", "adafactor"], ["checkpoint.resume", "opt_state", "is not in the checkpoint"]),
         (["--seed", "1"], ["seed = 1, and was 0 at step 6", "run.dir"]),
         (["--data.eval_fraction", "0.3"], ["data.eval_fraction = 0.3, and was"]),
         (["--data.seq_len", "8"], ["data.seq_len = 8, and was 16"]),
-        (["--data.path", "README.md"], ["training sequences", "their order would be another one"]),
+        (["--data.path", "README.md"], ["data.path: 1,", "training sequences, digest", "the same data"]),
         (["--steps", "5"], ["steps = 5 is less than step 6 in"]),
     ],
 )
@@ -235,6 +235,20 @@ def test_another_run_is_refused_in_one_line(corpus, run_dir, begins, capsys, cha
     for word in words:
         assert word in err
     assert begins == []
+
+
+def test_other_text_of_the_same_length_is_refused(corpus, run_dir, begins, capsys, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(corpus.read_text().swapcase())
+    err = refused(capsys, flags(other, run_dir, *SHORT), run_dir.parent)
+    assert "training sequences, digest" in err
+    assert "the same data" in err
+
+
+def test_what_is_written_for_the_next_session_goes_on_from_the_end(corpus, run_dir, begins):
+    assert train.main(flags(corpus, run_dir, *SHORT, "--checkpoint.resume", "4")) == 0
+    assert train.main(["--config", str(run_dir / "config.yaml")]) == 0
+    assert begins == [4, 6]  # nothing was saved after going back
 
 
 def test_what_changes_on_purpose_is_said_and_done(corpus, run_dir, capsys):

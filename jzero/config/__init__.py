@@ -7,7 +7,7 @@ other (`Config`), and of the whole against the devices (`resolve`).
 """
 
 from jzero.config.errors import ConfigError
-from jzero.config.fields import values_of
+from jzero.config.fields import show, values_of
 from jzero.config.files import read_yaml, to_yaml
 from jzero.config.loading import load, validate
 from jzero.config.schema import Config, profile_steps, resolve
@@ -30,6 +30,7 @@ __all__ = [
     "profile_steps",
     "read_yaml",
     "resolve",
+    "show",
     "to_yaml",
     "validate",
     "values_of",
