@@ -12,7 +12,7 @@ from jzero import stop  # noqa: F401 (first: a command line may be interrupted w
 from jzero import hlo, targets
 from jzero.assemble import setup
 from jzero.chains import make_optimizer
-from jzero.checkpoint import CheckpointError, Checkpoints, Restored
+from jzero.checkpoint import Checkpoints, Restored
 from jzero.comm import Comm
 from jzero.mesh import make_mesh, process_rows
 from jzero.optim import averaged
@@ -22,7 +22,7 @@ from jzero.run import Run, Specs
 from jzero.schedules import make_schedule
 from jzero.stack import scan_layers
 from jzero.step import TrainState
-from jzero.stored import MismatchError
+from jzero.stored import CheckpointError, MismatchError
 from jzero.use import remat_policy
 from jzero.zero import Whole, Zero
 

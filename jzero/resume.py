@@ -16,11 +16,10 @@ import pydantic
 
 import jzero
 from jzero import data, together
-from jzero.checkpoint import CheckpointError
 from jzero.config import Config, ConfigError, profile_steps, show, values_of
 from jzero.journal import Progress
 from jzero.metrics_file import evaluated_at
-from jzero.stored import MismatchError
+from jzero.stored import CheckpointError, MismatchError
 
 # Keys, and sections with a dot behind them.
 _CHANGES_NOTHING = (
@@ -77,9 +76,13 @@ def begin(config: Config, run: jzero.Run, parts: Sequence[data.Part], checkpoint
             f"steps = {config.steps} is less than {where}, which this run would go on from; give more steps, "
             f"go back with checkpoint.resume, or start another run with run.dir"
         )
+    later = [step for step in steps if step > found.step]
+    if later and isinstance(asked, int):
+        checkpoints.set_aside_after(found.step)  # at once: the metrics go back, too
     lines = (
         *(f"warning: {line}" for line in found.damaged),
         f"goes on from {where}: {about.samples:,} sequences trained on",
+        *([f"set aside, as N.replaced in {checkpoints.directory}: {', '.join(map(str, later))}"] if later else []),
         *changes,
         *([found.converted] if found.converted else []),
         *_past_profile(config, found.step),

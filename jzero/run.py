@@ -93,7 +93,7 @@ class Run:
             ValueError: a batch dim that the data-parallel devices times the microbatches do not divide, or a state that
                 an earlier step has used up.
         """
-        _check_alive(state)
+        check_alive(state)
         rows_per_device(_whole(batch, self.mesh), self.mesh, self.micro_batches)
         with jax.set_mesh(self.mesh):
             state, metrics = self._step(state, self._placed(batch))
@@ -112,7 +112,7 @@ class Run:
         Raises:
             ValueError: a batch dim that the devices do not divide, or a state that an earlier step has used up.
         """
-        _check_alive(state)
+        check_alive(state)
         rows = rows_per_device(_whole(batch, self.mesh), self.mesh, 1)
         with jax.set_mesh(self.mesh):
             metrics = self._evaluate(state, self._placed(batch), self._evaluation_parts(rows))
@@ -127,7 +127,7 @@ class Run:
         Raises:
             ValueError: the optimizer keeps no average, or the state is used up.
         """
-        _check_alive(state)
+        check_alive(state)
         average = average_of(state.opt_state)
         with jax.set_mesh(self.mesh):
             return dataclasses.replace(state, params=self._average_at_rest(average))
@@ -199,7 +199,12 @@ def _whole(batch: Any, mesh: Mesh) -> Any:
     return jax.tree.map(whole, batch)
 
 
-def _check_alive(state: TrainState) -> None:
+def check_alive(state: TrainState) -> None:
+    """Refuses a train state of which part was donated.
+
+    Raises:
+        ValueError: an earlier step has used it up.
+    """
     # Not left to JAX: version 0.10 crashes on the second use of a donated array.
     if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
         raise ValueError(

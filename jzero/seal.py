@@ -52,7 +52,7 @@ def read(directory: Path) -> dict[str, int]:
         except FileNotFoundError:
             raise BrokenSealError(f"{name} is missing") from None
         except (OSError, ValueError) as error:
-            raise BrokenSealError(f"{name} cannot be read ({error})") from None
+            raise BrokenSealError(f"{name} cannot be read ({error})") from error
         if found[:1] != sealed[:1]:
             raise BrokenSealError(f"{name} has {found[0]} bytes, not {sealed[0]}")
         if found != sealed:

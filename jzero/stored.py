@@ -24,7 +24,21 @@ _MASTER = "master/"
 _PARAMS = "params/"
 
 
-class MismatchError(ValueError):
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, found or read; the message is one line for the user.
+
+    Attributes:
+        everywhere: whether all processes have the same error.
+    """
+
+    everywhere = False
+
+
+class DamagedError(CheckpointError):
+    """A step whose files are not as they were written."""
+
+
+class MismatchError(CheckpointError):
     """A checkpoint holds another state than the one that is wanted; the message names the leaf."""
 
 

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 import jzero
-from jzero import checkpoint
+from jzero import reader
 
 WIDTH = 2048
 
@@ -65,7 +65,7 @@ def added_by_saving(run, directory):
 
 
 def main(directory):
-    checkpoint._IN_PASSING_BYTES = 2**26  # by default it is more than all of this
+    reader._IN_PASSING_BYTES = 2**26  # by default it is more than all of this
     run = setup("dp=8", 3, "float32")
     result = {"save": added_by_saving(run, directory)}
     for name, target in {

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny_decoder import batches, decoder
 
 import jzero
-from jzero import checkpoint, stored
+from jzero import checkpoint, reader, stored
 from jzero import checksums as sums
 from jzero.checksums import checksums
 from jzero.models.decoder import next_token_loss
@@ -187,10 +188,40 @@ def test_a_checksum_is_the_same_in_pieces_of_any_size(monkeypatch, shape, spec):
 
 @needs_8
 def test_an_array_may_be_larger_than_what_is_read_at_a_time_and_than_a_chunk(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_IN_PASSING_BYTES", 1)
-    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 256)
+    monkeypatch.setattr(reader, "_IN_PASSING_BYTES", 1)
+    for module in (checkpoint, reader):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 256)
     old, new = setup("s1dp4tp2"), setup("one")
     state = old.init()
     with jzero.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state)
     assert_same(arrays(checkpoints.restore(new.abstract_state).state), arrays(state))
+
+
+class Odd(nnx.Module):
+    """Names with slashes, arrays without elements, and dtypes that few have."""
+
+    def __init__(self):
+        self.inner = nnx.Dict({"a/b": nnx.Param(jnp.ones(8)), "a": nnx.Dict({"b": nnx.Param(jnp.full(8, 2.0))})})
+        self.empty = nnx.Param(jnp.zeros((0, 4)))
+        self.angles = nnx.Variable(jnp.exp(1j * jnp.arange(4)))
+        self.narrow = nnx.Variable(jnp.arange(8).astype(jnp.int4))
+
+    def __call__(self, x):
+        return x * self.inner["a/b"][...] * self.inner["a"]["b"][...] + self.empty[...].sum()
+
+
+def test_odd_names_and_dtypes_come_back(tmp_path):
+    def loss(model, batch):
+        return (model(batch["x"]) ** 2).sum(), batch["x"].shape[0]
+
+    rows = {"x": np.ones((jax.device_count(), 8), np.float32)}
+    run = jzero.setup(Odd, loss, optax.adamw(1e-2), "dp=-1", rows)
+    state, _ = run.step(run.init(), rows)
+    with jzero.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+    again = checkpoints.restore(run.abstract_state).state
+    for got, wanted in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+        assert got.dtype == wanted.dtype
+        assert got.sharding == wanted.sharding
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))

@@ -1,6 +1,7 @@
 """Files that went bad, disks that are full, writers that die: what was whole before stays whole and is found."""
 
 import contextlib
+import errno
 import json
 import os
 import pickle
@@ -16,9 +17,9 @@ from saved_arrays import names
 from tiny_decoder import batches, decoder
 
 import jzero
-from jzero import checkpoint, seal, stored
-from jzero.checkpoint import CheckpointError
+from jzero import reader, seal, step_dirs, stored
 from jzero.models.decoder import next_token_loss
+from jzero.stored import CheckpointError
 
 # Writes that end after another one has failed call an event loop that is gone by then.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
@@ -155,7 +156,7 @@ def test_a_damaged_step_is_named_and_the_one_before_restored(run, two_steps, dir
     assert len(line) < 600
     assert names(directory) == before, "reading changes nothing"
 
-    with pytest.raises(CheckpointError, match=r"step 2 in .* is damaged.*there are also step 1"):
+    with pytest.raises(CheckpointError, match=r"step 2 in .* is damaged.*also there: step 1"):
         jzero.Checkpoints(directory).restore(run.abstract_state, 2)
 
 
@@ -290,7 +291,7 @@ def test_a_kill_while_an_old_step_is_removed_leaves_no_half_of_it(run, directory
     state = checkpoints.restore(run.abstract_state).state
     checkpoints.save(3, state)
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.shutil, "rmtree", killed)
+        patched.setattr(step_dirs.shutil, "rmtree", killed)
         with pytest.raises(KilledError):
             checkpoints.wait()
     checkpoints.close()
@@ -298,3 +299,76 @@ def test_a_kill_while_an_old_step_is_removed_leaves_no_half_of_it(run, directory
         assert again.steps() == [2, 3]
         again.save(4, again.restore(run.abstract_state).state)
     assert names(directory) == ["3", "4"]
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, None, "latest", "../x", [1], float("nan")])
+def test_what_is_no_number_of_a_step_is_refused(run, directory, step):
+    checkpoints = jzero.Checkpoints(directory)
+    state = checkpoints.restore(run.abstract_state).state
+    with pytest.raises(ValueError, match="must be a whole number"):
+        checkpoints.save(step, state)
+    if step is not None:
+        with pytest.raises(CheckpointError, match=r"there is no step .* there are steps 1, 2"):
+            checkpoints.restore(run.abstract_state, step)
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, True, "2", float("inf")])
+def test_what_is_no_number_of_steps_to_keep_is_refused(directory, keep):
+    with pytest.raises(ValueError, match="keep="):
+        jzero.Checkpoints(directory, keep=keep)
+
+
+def test_what_is_no_train_state_is_refused(run, directory):
+    for wrong in (run, run.abstract_state.params, None):
+        with pytest.raises(TypeError, match="is no train state: pass what"):
+            jzero.Checkpoints(directory).restore(wrong)
+        with pytest.raises(TypeError, match="is no train state: pass what"):
+            jzero.Checkpoints(directory).save(3, wrong)
+
+
+def test_a_used_up_state_is_refused(run, directory):
+    checkpoints = jzero.Checkpoints(directory)
+    state = checkpoints.restore(run.abstract_state).state
+    jax.tree.leaves(state.params)[0].delete()
+    with pytest.raises(ValueError, match="was given to an earlier step"):
+        checkpoints.save(3, state)
+
+
+def test_a_run_that_goes_back_under_way_leaves_its_later_steps_behind(run, directory):
+    with jzero.Checkpoints(directory) as checkpoints:
+        checkpoints.save(3, checkpoints.restore(run.abstract_state).state)
+        checkpoints.save(4, checkpoints.restore(run.abstract_state, 2).state, {"branch": 2})
+    assert checkpoints.steps() == [2, 4]
+    assert "3.replaced" in names(directory)
+    assert jzero.Checkpoints(directory).restore(run.abstract_state).about == {"branch": 2}
+
+
+def test_a_step_is_saved_once_and_in_order(run, directory):
+    with jzero.Checkpoints(directory) as checkpoints:
+        state = checkpoints.restore(run.abstract_state).state
+        for step in (0, 1, 2):
+            with pytest.raises(CheckpointError, match=f"step {step} is not after step 2"):
+                checkpoints.save(step, state)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "Too many open files"), MemoryError(), PermissionError(errno.EACCES, "denied")]
+)
+def test_what_the_machine_lacks_is_no_damage(run, directory, monkeypatch, error):
+    def lacking(*_):
+        raise error
+
+    monkeypatch.setattr(reader, "_arrays", lacking)
+    with pytest.raises(CheckpointError) as raised:
+        jzero.Checkpoints(directory).restore(run.abstract_state)
+    assert type(raised.value) is CheckpointError
+    assert names(directory) == ["1", "2"]
+
+
+def test_a_link_to_a_step_goes_and_the_step_stays(run, directory, tmp_path):
+    (directory / "1").rename(tmp_path / "elsewhere")
+    (directory / "1").symlink_to(tmp_path / "elsewhere")
+    with jzero.Checkpoints(directory, keep=1) as checkpoints:
+        checkpoints.save(3, checkpoints.restore(run.abstract_state, 2).state)
+    assert names(directory) == ["3"]
+    assert (tmp_path / "elsewhere" / "seal.json").exists()
