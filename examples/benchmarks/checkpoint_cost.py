@@ -43,12 +43,14 @@ def main() -> None:
     args = cli.parse_args()
     start_cpu_devices()
     run, batch = decoder_run(args.width, args.layers, args.rows)
-    state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(run.abstract_state) if not is_key(x))
-    print(f"{run.parameters:,} parameters, a state of {state_bytes / 1e6:,.0f} MB, {jax.device_count()} devices")
+    print(f"{run.parameters:,} parameters, {jax.device_count()} devices")
     directory = Path(tempfile.mkdtemp(dir=args.directory))
     try:
         state = blocking(run, batch, directory, args.rounds)
-        rate(state, state_bytes, directory, args.rounds)
+        rate(state, directory, args.rounds)
+        del state
+        large, _ = decoder_run(2 * args.width, 2 * args.layers, args.rows)
+        rate(large.init(), directory, args.rounds)
     finally:
         shutil.rmtree(directory)
 
@@ -98,11 +100,12 @@ def blocking(run: jzero.Run, batch: dict[str, np.ndarray], directory: Path, roun
     return state
 
 
-def rate(state: jzero.TrainState, state_bytes: int, directory: Path, rounds: int) -> None:
+def rate(state: jzero.TrainState, directory: Path, rounds: int) -> None:
     """Prints how fast a state is written, beside one file of the same bytes."""
+    state_bytes = sum(x.nbytes for x in jax.tree.leaves(state) if not is_key(x))
     contents = np.random.default_rng(0).integers(0, 256, state_bytes, np.uint8)
     saves, files, busy = list[float](), list[float](), list[float]()
-    with jzero.Checkpoints(directory / "rate", keep=1) as checkpoints:
+    with jzero.Checkpoints(directory / str(state_bytes), keep=1) as checkpoints:
         for number in range(rounds + 1):
             begun = time.process_time()
             with took(saves):
@@ -116,12 +119,13 @@ def rate(state: jzero.TrainState, state_bytes: int, directory: Path, rounds: int
     save, plain = statistics.median(saves[1:]), statistics.median(files[1:])
     ratio = statistics.median([b / a for a, b in zip(saves[1:], files[1:], strict=True)])
     print(
-        f"written at {state_bytes / save / 1e6:,.0f} MB/s, one plain file at {state_bytes / plain / 1e6:,.0f} MB/s: "
-        f"ratio {ratio:.2f}; a save of {save:.2f} s keeps processors busy for {statistics.median(busy[1:]):.2f} s"
+        f"{state_bytes / 1e6:,.0f} MB written at {state_bytes / save / 1e6:,.0f} MB/s, "
+        f"one plain file at {state_bytes / plain / 1e6:,.0f} MB/s: ratio {ratio:.2f}; "
+        f"a save of {save:.2f} s keeps processors busy for {statistics.median(busy[1:]):.2f} s"
     )
 
 
-def is_key(x: jax.ShapeDtypeStruct) -> bool:
+def is_key(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
