@@ -167,9 +167,11 @@ class Flag:
         """
         self._depth = depth
         self._asked: deque[jax.Array] = deque()
-        firsts = {device.process_index: device for device in reversed(jax.devices())}
-        mesh = Mesh(np.asarray([firsts[process] for process in sorted(firsts)]), ("process",))
-        shape, sharding = (len(firsts),), NamedSharding(mesh, P("process"))
+        # All devices, though one of each process would do: XLA:CPU keeps programs in order that run on several devices of
+        # a process.  One on a single device runs beside the step, and if both reduce over the same devices (those of a dp
+        # group with tp = 2, say), each may get the numbers of the other.
+        mesh = Mesh(np.asarray(jax.devices()), ("device",))
+        shape, sharding = (jax.device_count(),), NamedSharding(mesh, P("device"))
         self._mine = [
             jax.make_array_from_callback(shape, sharding, lambda _, value=value: np.array([value], np.int32))
             for value in (0, 1)
