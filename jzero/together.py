@@ -167,9 +167,9 @@ class Flag:
         """
         self._depth = depth
         self._asked: deque[jax.Array] = deque()
-        # All devices, though one of each process would do: XLA:CPU keeps programs in order that run on several devices of
-        # a process.  One on a single device runs beside the step, and if both reduce over the same devices (those of a dp
-        # group with tp = 2, say), each may get the numbers of the other.
+        # All devices, though one of each process would do: XLA:CPU keeps programs in order that run on several devices
+        # of a process.  One on a single device runs beside the step, and if both reduce over the same devices (a dp
+        # group with tp = 2 may be those), each may get the numbers of the other.
         mesh = Mesh(np.asarray(jax.devices()), ("device",))
         shape, sharding = (jax.device_count(),), NamedSharding(mesh, P("device"))
         self._mine = [
