@@ -26,6 +26,7 @@ import orbax.checkpoint as ocp
 
 from jzero import reader, seal, step_dirs, stored, together
 from jzero.checksums import checksums
+from jzero.pace import in_turn
 from jzero.run import check_alive
 from jzero.step import TrainState
 from jzero.stored import CheckpointError, DamagedError
@@ -129,7 +130,7 @@ class Checkpoints:
             self._writer = Writer(
                 ocp.CompositeCheckpointHandler(state=states, about=ocp.JsonCheckpointHandler()), self._seal
             )
-        self._writing = step, checksums(arrays)
+        self._writing = step, in_turn(checksums(arrays))
         args = ocp.args.Composite(
             state=ocp.args.PyTreeSave(  # pyright: ignore[reportCallIssue] (dataclasses made by a decorator)
                 arrays, save_args={name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays}

@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 
 from jzero import seal, stored, together
 from jzero.checksums import checksums
+from jzero.pace import in_turn
 from jzero.step import TrainState
 from jzero.stored import CheckpointError, DamagedError, MismatchError
 from jzero.writer import CHUNK_BYTES, reason
@@ -126,4 +127,4 @@ def _arrays(path: Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, j
 def _as(x: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
     if x.dtype == target.dtype and x.sharding == target.sharding:
         return x
-    return jax.jit(lambda x: x.astype(target.dtype), out_shardings=target.sharding)(x)
+    return in_turn(jax.jit(lambda x: x.astype(target.dtype), out_shardings=target.sharding)(x))

@@ -20,6 +20,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jzero.pace import in_turn
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -167,9 +169,6 @@ class Flag:
         """
         self._depth = depth
         self._asked: deque[jax.Array] = deque()
-        # All devices, though one of each process would do: XLA:CPU keeps programs in order that run on several devices
-        # of a process.  One on a single device runs beside the step, and if both reduce over the same devices (a dp
-        # group with tp = 2 may be those), each may get the numbers of the other.
         mesh = Mesh(np.asarray(jax.devices()), ("device",))
         shape, sharding = (jax.device_count(),), NamedSharding(mesh, P("device"))
         self._mine = [
@@ -182,6 +181,6 @@ class Flag:
         """Says what is so in this process, and returns whether it was so in any process `depth` questions ago."""
         if jax.process_count() == 1:
             return mine
-        self._asked.append(self._any(self._mine[mine]))
+        self._asked.append(in_turn(self._any(self._mine[mine])))
         self._asked[-1].copy_to_host_async()
         return len(self._asked) > self._depth and bool(np.asarray(self._asked.popleft()))
