@@ -1,6 +1,5 @@
 """Checkpoints of several processes: written by all of them, and read by however many there are the next time."""
 
-import functools
 import json
 import shutil
 import signal
@@ -10,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 from processes import end, spawn_run, wait
+from same_program import same_program
 from saved_arrays import arrays, losses, names
 from tiny_run import TINY
 
 from jzero import train
-from jzero.build import make_run
 
 GONE = ("another process is gone", "another task died")  # said by us, or by JAX if it is first to see it
 UNFINISHED = ".orbax-checkpoint-tmp"
@@ -38,27 +37,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def compiled_once(monkeypatch):
-    """The sessions of this process that have the same program share it."""
-    monkeypatch.setattr(train, "make_run", lambda config, mesh: program(Settings(config), mesh))
-
-
-class Settings:
-    """A config that is equal to another if both have the same program."""
-
-    def __init__(self, config):
-        self.config = config
-        self.key = config.model_dump_json(exclude={"run", "checkpoint", "log"})
-
-    def __eq__(self, other):
-        return self.key == other.key
-
-    def __hash__(self):
-        return hash(self.key)
-
-
-@functools.cache
-def program(settings, mesh):
-    return make_run(settings.config, mesh)
+    monkeypatch.setattr(train, "make_run", same_program)
 
 
 def flags(corpus, run_dir, *more):
@@ -181,7 +160,9 @@ def never_killed(corpus, tmp_path_factory):
 
 
 def unfinished(run_dir):
-    return [name for name in names(run_dir / "checkpoints") if UNFINISHED in name]
+    """Steps that a save has begun."""
+    left = [name.partition(UNFINISHED) for name in names(run_dir / "checkpoints")]
+    return [int(step) for step, mark, rest in left if step.isdecimal() and mark and not rest.endswith("removed")]
 
 
 def complete(run_dir):
@@ -201,12 +182,15 @@ def killed(started, victim, run_dir, moment):
             happens(started, lambda: unfinished(run_dir), every_s=0.002)
             started[victim].send_signal(signal.SIGSTOP)
             time.sleep(0.5)
-            if found := [name for name in unfinished(run_dir) if not name.endswith("removed")]:
-                step = int(found[0].partition(".")[0])
+            if found := unfinished(run_dir):
+                (step,) = found
                 break
             started[victim].send_signal(signal.SIGCONT)
-    finally:
-        end(started[victim])
+    except BaseException:
+        for process in started:
+            end(process)
+        raise
+    end(started[victim])
     return wait([process for process in started if process is not started[victim]], 60), step
 
 
@@ -219,23 +203,24 @@ def happens(started, condition, every_s=0.05):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "moment"), [(1, "training"), (1, "save"), (0, "save")])
+@pytest.mark.parametrize(
+    ("victim", "moment", "restarts"), [(1, "training", [2, 1]), (1, "save", [2]), (0, "save", [1])]
+)
 def test_a_run_that_loses_a_process_ends_and_goes_on_from_its_newest_step(
-    corpus, never_killed, tmp_path, victim, moment
+    corpus, never_killed, tmp_path, victim, moment, restarts
 ):
-    run_dir, argv = tmp_path / "run", long_run(corpus, tmp_path / "run")
-    (other,), step = killed(spawn_run(2, argv, tmp_path), victim, run_dir, moment)
+    run_dir = tmp_path / "run"
+    (other,), step = killed(spawn_run(2, long_run(corpus, run_dir), tmp_path), victim, run_dir, moment)
     assert other.status != 0
     assert any(words in other.err for words in GONE), other.err
     left = complete(run_dir)
     assert len(left) >= 2
     assert step not in left
-    shutil.copytree(run_dir, tmp_path / "copy")
 
-    speaker, _ = trained(2, argv, tmp_path)
-    assert f"goes on from step {left[-1]} in" in speaker.out
-    trained(1, long_run(corpus, tmp_path / "copy"), tmp_path)
-    for again in (run_dir, tmp_path / "copy"):
+    for processes in restarts:
+        again = shutil.copytree(run_dir, tmp_path / str(processes))
+        said = trained(processes, long_run(corpus, again), tmp_path)
+        assert all(f"goes on from step {left[-1]} in" in speaker.out for speaker in said[:1])
         assert_same_run(again, never_killed)
         assert names(again / "checkpoints") == sorted([str(LONG - 2), str(LONG)])
 

@@ -1,6 +1,5 @@
 """A run that was stopped, killed or moved goes on as if nothing had happened."""
 
-import functools
 import json
 import os
 import shutil
@@ -12,11 +11,11 @@ import jax
 import numpy as np
 import pytest
 from processes import end, spawn, wait
+from same_program import same_program
 from saved_arrays import arrays, losses, names
 from tiny_run import TINY, batch_for_these_devices
 
 from jzero import seal, train
-from jzero.build import make_run
 from jzero.data import sample_ids
 from jzero.journal import Journal
 
@@ -35,26 +34,7 @@ def corpus(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def compiled_once(monkeypatch):
     """Sessions with the same settings share their program: `test_kills.py` has sessions that do not."""
-    monkeypatch.setattr(train, "make_run", lambda config, mesh: program(Settings(config), mesh))
-
-
-class Settings:
-    """A config that is equal to another if both have the same program."""
-
-    def __init__(self, config):
-        self.config = config
-        self.key = config.model_dump_json(exclude={"run", "checkpoint", "log"})
-
-    def __eq__(self, other):
-        return self.key == other.key
-
-    def __hash__(self):
-        return hash(self.key)
-
-
-@functools.cache
-def program(settings, mesh):
-    return make_run(settings.config, mesh)
+    monkeypatch.setattr(train, "make_run", same_program)
 
 
 def flags(corpus, run_dir, *more):
