@@ -5,7 +5,7 @@ A step is a directory of `directory` that is named by its number, and holds
 - `state/`: every array of the train state, by name (`stored.py`), written by Orbax, each shard by the process that has
   it;
 - `about/`: what the caller wants to know again, as JSON;
-- `seal.json`: the size of every file, and a checksum of every array that holds on any mesh (`checksums.py`).
+- `seal.json`: size or digest of every file, and a checksum of every array that holds on any mesh (`checksums.py`).
 
 Orbax writes into a directory beside it, and renames that when all is there.  So a step that has its name is whole, as
 far as its writer saw; what happened to it since is found by its seal.  Older steps go when a newer one has its name.
@@ -27,10 +27,11 @@ import orbax.checkpoint as ocp
 from jzero import reader, seal, step_dirs, stored, together
 from jzero.checksums import checksums
 from jzero.pace import in_turn
+from jzero.reader import CHUNK_BYTES
 from jzero.run import check_alive
 from jzero.step import TrainState
 from jzero.stored import CheckpointError, DamagedError
-from jzero.writer import CHUNK_BYTES, WriteError, Writer, reason
+from jzero.writer import WriteError, Writer, reason
 
 
 @dataclass(frozen=True)
@@ -199,23 +200,17 @@ class Checkpoints:
         hint = f"; also there: {_listed(others)}" if others else ""
         raise CheckpointError("; ".join(damaged) + hint)
 
-    def set_aside_after(self, step: int) -> list[int]:
-        """Gives all later steps names under which nobody looks for them, such as `12.replaced`; returns their numbers.
+    def set_aside_after(self, step: int) -> None:
+        """Gives all later steps names under which nobody looks for them, such as `12.replaced`.
 
         Raises:
             CheckpointError: they cannot be renamed.
             ProcessError: so it is, of several processes, with the first.
         """
-        later = [number for number in self.agreed_steps() if number > step]
         with together.agreed():
             if together.is_first():
-                try:
-                    for path in step_dirs.named(self.directory):
-                        if int(path.name) > step:
-                            step_dirs.set_aside(path)
-                except OSError as error:
-                    raise CheckpointError(f"{self.directory}: {reason(error)}") from error
-        return later
+                with self._of_the_system():
+                    step_dirs.set_aside_after(self.directory, step)
 
     def _make_room(self, step: int) -> None:
         """Room for a step: what a killed run left goes, what stands in the way of new steps moves.
@@ -232,14 +227,18 @@ class Checkpoints:
             raise CheckpointError(
                 f"step {step} is not after step {self._ours} in {self.directory}, which this run began from or saved"
             )
-        try:
+        with self._of_the_system():
             step_dirs.check_writable(self.directory)
             if self._writer is None:
                 for path in self.directory.glob(f"*{step_dirs.UNFINISHED}*"):
                     step_dirs.clear(path)
-            for path in step_dirs.named(self.directory):
-                if not path.is_dir() or int(path.name) > (-1 if self._ours is None else self._ours):
-                    step_dirs.set_aside(path)
+            step_dirs.set_aside_after(self.directory, -1 if self._ours is None else self._ours)
+
+    @contextlib.contextmanager
+    def _of_the_system(self) -> Iterator[None]:
+        """Turns what the system refuses into a CheckpointError that names the directory."""
+        try:
+            yield
         except OSError as error:
             raise CheckpointError(f"{self.directory}: {reason(error)}") from error
 
@@ -272,7 +271,8 @@ class Checkpoints:
                     with contextlib.suppress(OSError):
                         step_dirs.clear(path)
             self._drop_writer()
-            newest = f"the newest complete one is {self.steps()[-1]}" if self.steps() else "there is no other"
+            steps = self.steps()
+            newest = f"the newest complete one is {steps[-1]}" if steps else "there is no other"
             failed = CheckpointError(f"step {step} could not be written to {self.directory} ({error}); {newest}")
             failed.everywhere = True
             raise failed from error

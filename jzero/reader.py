@@ -15,10 +15,11 @@ from jzero.checksums import checksums
 from jzero.pace import in_turn
 from jzero.step import TrainState
 from jzero.stored import CheckpointError, DamagedError, MismatchError
-from jzero.writer import CHUNK_BYTES, reason
+from jzero.writer import reason
 
 _T = TypeVar("_T")
 
+CHUNK_BYTES = 2**26  # of a file, read whole: a device that wants a part of it reads the rest, too
 _IN_PASSING_BYTES = 2**30  # on a host, of arrays on their way from a file to a device
 # What the machine lacks at the moment; the files may be as they were.
 _NOT_THE_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)

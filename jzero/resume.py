@@ -16,7 +16,7 @@ import pydantic
 
 import jzero
 from jzero import data, together
-from jzero.config import Config, ConfigError, profile_steps, show, values_of
+from jzero.config import Config, ConfigError, profile_steps, show
 from jzero.journal import Progress
 from jzero.metrics_file import evaluated_at
 from jzero.stored import CheckpointError, MismatchError
@@ -46,13 +46,13 @@ class Beginning:
     lines: tuple[str, ...] = ()
 
 
-def begin(config: Config, run: jzero.Run, parts: Sequence[data.Part], checkpoints: jzero.Checkpoints) -> Beginning:
+def begin(config: Config, run: jzero.Run, sources: Sequence[str], checkpoints: jzero.Checkpoints) -> Beginning:
     """The newest checkpoint that is whole, or the one that is asked for; a fresh state where there is none.
 
     Args:
         config: resolved.
         run: what the state is for.
-        parts: of the config's data.
+        sources: `fingerprints` of the config's data.
         checkpoints: of the run directory.
 
     Raises:
@@ -70,7 +70,7 @@ def begin(config: Config, run: jzero.Run, parts: Sequence[data.Part], checkpoint
     except CheckpointError as error:
         raise ConfigError(f"checkpoint.resume = {asked}: {error}") from error
     where = f"step {found.step} in {checkpoints.directory}"
-    changes = _changes(about, config, fingerprints(parts), where)
+    changes = _changes(about, config, sources, where)
     if found.step > config.steps:
         raise ConfigError(
             f"steps = {config.steps} is less than {where}, which this run would go on from; give more steps, "
@@ -99,20 +99,18 @@ class Saves:
         enabled: whether it takes any.
     """
 
-    def __init__(
-        self, config: Config, start: Progress, parts: Sequence[data.Part], checkpoints: jzero.Checkpoints
-    ) -> None:
+    def __init__(self, config: Config, start: Progress, sources: Sequence[str], checkpoints: jzero.Checkpoints) -> None:
         """Takes none yet.
 
         Args:
             config: resolved.
             start: what the session begins from.
-            parts: of the config's data.
+            sources: `fingerprints` of the config's data.
             checkpoints: where to.
         """
         self.enabled = config.checkpoint.every is not None
         self._config, self._start, self._newest = config, start, start.step
-        self._data, self._checkpoints = fingerprints(parts), checkpoints
+        self._data, self._checkpoints = list(sources), checkpoints
 
     def due(self, step: int) -> bool:
         """Whether the state after `step` is to be saved."""
@@ -166,25 +164,23 @@ def _digest(samples: Any) -> str:
     return digest.hexdigest()
 
 
-def _changes(about: _About, config: Config, now: list[str], where: str) -> list[str]:
+def _changes(about: _About, config: Config, now: Sequence[str], where: str) -> list[str]:
     """A line for every setting that changes what is learnt from here on.
 
     Raises:
         ConfigError: one has changed that the state or the order of samples belongs to.
     """
     lines: list[str] = []
-    old, new = _flat(about.config), _flat(config.model_dump(mode="json"))
-    for key in new:
-        if old.get(key) == new[key] or _is_among(key, _CHANGES_NOTHING):
+    for key, change in _differences(about.config, config).items():
+        if _is_among(key, _CHANGES_NOTHING):
             continue
-        change = f"{key} = {show(new[key])}, and was {show(old.get(key))}"
         if _is_among(key, _BELONGS) and key not in _IS_SAID:
             raise ConfigError(
                 f"{change} at {where}: a run goes on with the same model, data and seed; set it back, or start "
                 f"another run with run.dir"
             )
         lines.append(f"changed: {change}")
-    if about.data != now:
+    if about.data != list(now):
         own = " (the standard library is that of the Python that runs)" if config.data.path is None else ""
         raise ConfigError(
             f"data.path: {' + '.join(now)}, and was {' + '.join(about.data)} at {where}{own}: a run goes on with the "
@@ -196,14 +192,21 @@ def _changes(about: _About, config: Config, now: list[str], where: str) -> list[
 def _model_changes(checkpoints: jzero.Checkpoints, step: int, config: Config) -> str:
     """The settings of a model or optimizer that make it another one than a step was saved with, in words."""
     try:
-        old = _flat(dict(checkpoints.about(step).get("config", {})))
+        changes = _differences(dict(checkpoints.about(step).get("config", {})), config)
     except (CheckpointError, TypeError, ValueError):
         return ""
-    keys = {key: value for key, value in values_of(config) if key.startswith("model.") or key == "optim.name"}
-    changes = [
-        f"{key} = {show(value)}, and was {show(old.get(key))}" for key, value in keys.items() if old.get(key) != value
-    ]
-    return f" ({'; '.join(changes)})" if changes else ""
+    own = [change for key, change in changes.items() if _is_among(key, ("model.", "optim.name"))]
+    return f" ({'; '.join(own)})" if own else ""
+
+
+def _differences(old: dict[str, Any], config: Config) -> dict[str, str]:
+    """Key -> "KEY = value, and was VALUE", of all settings that are not as in `old`, a config as JSON has it."""
+    before, now = _flat(old), _flat(config.model_dump(mode="json"))
+    return {
+        key: f"{key} = {show(value)}, and was {show(before.get(key))}"
+        for key, value in now.items()
+        if before.get(key) != value
+    }
 
 
 def _past_profile(config: Config, step: int) -> list[str]:

@@ -33,10 +33,10 @@ def write(directory: Path, checksums: Mapping[str, int]) -> None:
 
 
 def read(directory: Path) -> dict[str, int]:
-    """The checksums, if all files are there in full.
+    """The checksums, if all files are as they were sealed.
 
     Raises:
-        BrokenSealError: one is missing or has another size.
+        BrokenSealError: one is missing, has another size or digest, or cannot be read; or the seal is not there.
     """
     try:
         seal = json.loads((directory / _NAME).read_text(encoding="utf-8"))

@@ -36,6 +36,17 @@ def check_writable(directory: Path) -> None:
     probe.rmdir()
 
 
+def set_aside_after(directory: Path, step: int) -> None:
+    """Sets aside all that has the name of a later step, and what has the name of one and is no directory.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    for path in named(directory):
+        if int(path.name) > step or not path.is_dir():
+            set_aside(path)
+
+
 def set_aside(path: Path) -> None:
     """Gives a step another name, under which nobody looks for it: `12.replaced`, or `12.replaced-2` if there is one."""
     names = (f"{path.name}.replaced{suffix}" for suffix in itertools.chain([""], (f"-{i}" for i in itertools.count(2))))

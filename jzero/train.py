@@ -123,11 +123,12 @@ def train(config: Config, stop: Stop) -> int:
             parts = open_data(config)
         run = make_run(config, jzero.make_mesh(config.mesh, devices))
         check_memory(run)
-    together.same_everywhere({"jax": jax.__version__, **dict(values_of(config)), "data": fingerprints(parts)})
+    sources = fingerprints(parts)
+    together.same_everywhere({"jax": jax.__version__, **dict(values_of(config)), "data": sources})
 
     # From here on the run leaves traces.
     with session(config) as (run_dir, config):
-        journal, ended_by = train_in(run_dir, config, run, parts, stop)
+        journal, ended_by = train_in(run_dir, config, run, parts, sources, stop)
     journal.say(journal.summary())
     if ended_by:
         journal.say(farewell(ended_by, journal.progress.step, run_dir, config))
@@ -148,7 +149,7 @@ def farewell(ended_by: int, step: int, run_dir: Path, config: Config) -> str:
 
 
 def train_in(
-    run_dir: Path, config: Config, run: jzero.Run, parts: Sequence[data.Part], stop: Stop
+    run_dir: Path, config: Config, run: jzero.Run, parts: Sequence[data.Part], sources: Sequence[str], stop: Stop
 ) -> tuple[Journal, int]:
     """A session of a run in its directory, from the state that it begins from to its last checkpoint.
 
@@ -160,7 +161,7 @@ def train_in(
     traced = profile_steps(config) if together.is_first() else None
     with jzero.Checkpoints(run_dir / CHECKPOINTS, config.checkpoint.keep) as checkpoints:
         with together.agreed(BAD_INPUT):
-            beginning = begin(config, run, parts, checkpoints)
+            beginning = begin(config, run, sources, checkpoints)
         start = beginning.progress
         batches, evals = make_batches(config, run.mesh, parts, start.step, start.samples)  # each process its own rows
         if together.is_first():
@@ -171,7 +172,7 @@ def train_in(
             Journal(run_dir / "metrics.jsonl", config, speed, start, writes=together.is_first()) as journal,
             watch.Trace(traced, run_dir / "profile", journal.say, journal.aside) as trace,
         ):
-            saves = Saves(config, start, parts, checkpoints)
+            saves = Saves(config, start, sources, checkpoints)
             averages, agreed = config.optim.ema is not None, together.Flag(IN_FLIGHT).ask
             loop = Loop(run, batches, evals, journal, trace, saves, stop, averages, agreed)
             _, ended_by = fit(loop, beginning.state)

@@ -20,7 +20,6 @@ from orbax.checkpoint.multihost import get_barrier_sync_fn
 
 from jzero import distributed, together
 
-CHUNK_BYTES = 2**26  # of a file, read whole: a device that wants a part of it reads the rest, too
 _TIMEOUT_S = 1200  # of a save
 _ASKING_S = 0.2  # between two questions
 _numbers = itertools.count()  # the same in all processes

@@ -56,6 +56,12 @@ def spawn(words: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] 
     return subprocess.Popen([sys.executable, *words], cwd=cwd, env=environment(**(env or {})), **pipes)
 
 
+def peer_flags(address: str, count: int, process: int) -> list[str]:
+    """What tells a process which of how many it is."""
+    flags = ["--distributed.coordinator", address, "--distributed.processes", str(count)]
+    return [*flags, "--distributed.process", str(process)]
+
+
 def spawn_run(
     count: int,
     argv: Sequence[str],
@@ -70,9 +76,9 @@ def spawn_run(
         own: process -> flags that it alone is given.
         program: what takes the flags.
     """
-    started, flags = [], ["--distributed.coordinator", free_address(), "--distributed.processes", str(count)]
+    started, address = [], free_address()
     for process in range(count) if own is None else own:
-        mine = [*flags, "--distributed.process", str(process), *argv, *(own or {}).get(process, [])]
+        mine = [*peer_flags(address, count, process), *argv, *(own or {}).get(process, [])]
         started.append(spawn([*program, *mine], cwd, env))
     return started
 

@@ -9,8 +9,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from processes import end, free_address, spawn, spawn_run, wait
-from tiny_run import TINY
+from processes import end, free_address, peer_flags, spawn, spawn_run, wait
+from tiny_run import TINY, fox_text
 
 from jzero import distributed, together
 from jzero.config import ConfigError
@@ -25,9 +25,7 @@ KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2"
 
 @pytest.fixture
 def corpus(tmp_path):
-    path = tmp_path / "corpus.txt"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
-    return path
+    return fox_text(tmp_path)
 
 
 # Who has started this process.
@@ -302,14 +300,7 @@ def test_settings_that_differ_end_all_with_one_message(tmp_path, corpus):
 def test_different_numbers_of_devices_end_all_with_one_message(tmp_path, corpus):
     address, started = free_address(), []
     for index, devices in enumerate(("4", "2")):
-        peers = [
-            "--distributed.coordinator",
-            address,
-            "--distributed.processes",
-            "2",
-            "--distributed.process",
-            str(index),
-        ]
+        peers = peer_flags(address, 2, index)
         started.append(
             spawn(["-m", "jzero.train", *argv_of(corpus), *peers], tmp_path, {"JAX_NUM_CPU_DEVICES": devices})
         )
@@ -354,14 +345,7 @@ def test_a_process_that_fails_under_way_says_why_and_the_others_end(tmp_path, co
     for index, cwd in enumerate(cwds):  # each reads a file of its own
         cwd.mkdir()
         (cwd / "own.txt").write_bytes(corpus.read_bytes())
-        peers = [
-            "--distributed.coordinator",
-            address,
-            "--distributed.processes",
-            "2",
-            "--distributed.process",
-            str(index),
-        ]
+        peers = peer_flags(address, 2, index)
         started.append(spawn(["-m", "jzero.train", *argv_of(corpus, *flags), *peers], cwd))
     under_way(tmp_path / "run", started)
     os.truncate(cwds[1] / "own.txt", 1000)

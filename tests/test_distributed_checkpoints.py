@@ -11,7 +11,7 @@ import pytest
 from processes import end, spawn_run, wait
 from same_program import same_program
 from saved_arrays import arrays, losses, names
-from tiny_run import TINY
+from tiny_run import TINY, random_text
 
 from jzero import train
 
@@ -29,10 +29,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "corpus.txt"
-    words = np.random.default_rng(0).choice(["zero", "shards", "state", "gather ", "scatter\n"], 6000)
-    path.write_text(" ".join(words))
-    return path
+    return random_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import pytest
 from processes import end, spawn, wait
 from same_program import same_program
 from saved_arrays import arrays, losses, names
-from tiny_run import TINY, batch_for_these_devices
+from tiny_run import TINY, batch_for_these_devices, random_text
 
 from jzero import seal, train
 from jzero.data import sample_ids
@@ -25,10 +25,7 @@ STEPS = 50
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "corpus.txt"
-    words = np.random.default_rng(0).choice(["zero", "shards", "state", "gather ", "scatter\n"], 6000)
-    path.write_text(" ".join(words))
-    return path
+    return random_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(autouse=True)

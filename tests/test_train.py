@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from tiny_run import TINY, batch_for_these_devices
+from tiny_run import TINY, batch_for_these_devices, fox_text
 
 from jzero import config, train
 from jzero.checkpoint import Checkpoints
@@ -32,9 +32,7 @@ CUDA_NOISE = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 
 @pytest.fixture
 def corpus(tmp_path):
-    path = tmp_path / "corpus.txt"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
-    return path
+    return fox_text(tmp_path)
 
 
 def rows(run_dir):
