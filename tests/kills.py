@@ -82,7 +82,7 @@ class Sessions:
 
     def kill(self, aim: str, rng: random.Random) -> Kill:
         """Starts a session and kills it at a moment of its own."""
-        before, old, process = set(self._names()), self._inodes(), self.start()
+        before, old, first, process = set(self._names()), self._inodes(), self._newest(), self.start()
         try:
             if aim != "any":
                 self._wait(process, lambda: set(self._names()) - before)
@@ -90,7 +90,7 @@ class Sessions:
                 for _ in range(rng.randrange(4)):
                     self._wait(process, lambda: not self._unfinished())
                     self._wait(process, self._unfinished)
-            time.sleep(rng.uniform(0, WITHIN_S[aim]))
+            self._pause(rng.uniform(0, WITHIN_S[aim]), until_step=first + STEPS_PER_KILL - 3 * EVERY)
         finally:
             end(process)
         assert process.returncode == -9, f"the run ended by itself: {self.said()}"
@@ -130,6 +130,15 @@ class Sessions:
 
     def _inodes(self) -> dict[str, int]:
         return {name: (self.checkpoints / name).stat().st_ino for name in self._unfinished()}
+
+    def _newest(self) -> int:
+        return max((int(name) for name in self._names() if name.isdecimal()), default=0)
+
+    def _pause(self, seconds: float, until_step: int) -> None:
+        """Sleeps, but not until a session has taken more steps than its share: a fast machine would end the run."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self._newest() < until_step:
+            time.sleep(0.002)
 
     def _wait(self, process, happens) -> None:
         until = time.monotonic() + PATIENCE_S
