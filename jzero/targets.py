@@ -13,13 +13,32 @@ Nothing can run on these devices. Keep `jax.set_mesh` round `eval_shape` and `lo
 tries to run there.
 """
 
+import functools
 import importlib.util
+import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from jzero.gpus import GPUS, Gpu, TargetError, parse
+
+__all__ = [
+    "COMPILER_OPTIONS",
+    "GPUS",
+    "MAX_DEVICES",
+    "Gpu",
+    "TargetError",
+    "available",
+    "gpu_devices",
+    "known_options",
+    "parse",
+]
 
 # The plugin would compare the installed CUDA libraries with a driver, fail where there is none, and log a traceback
 # that looks like a crash. It does so when JAX starts its backends, once; so this stands where `import jzero` passes.
@@ -30,96 +49,12 @@ if not Path("/dev/nvidiactl").exists():
 #: Pass as `compiler_options` to `.compile()`: autotuning would time kernels on the GPU that is absent.
 COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 
-#: Devices in one host, joined by NVLink (or PCIe); a larger count is spread over hosts.
-DEVICES_PER_HOST = 8
+#: The most devices of one mesh.  XLA counts them in 32 bits, and takes some larger numbers for small ones; long before
+#: that, at 6 KB each for the smallest program, they are more than a planning machine holds.
+MAX_DEVICES = 2**20
 
 _INSTALL = "pip install 'jzero[aot]'"
 _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
-
-
-class TargetError(ValueError):
-    """A target that is not known, or that cannot be compiled for on this machine."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """What the compiler and a time estimate need to know of one GPU.
-
-    Attributes:
-        name: the device's own name for itself.
-        cores: streaming multiprocessors; `fpus_per_core` fp32 units in each, `threads_per_core` at most.
-        memory_bytes, l2_bytes: device memory and second-level cache.
-        shared_bytes_per_block, shared_bytes_per_core: shared memory, opt-in limit of a block, and of a core.
-        capability: CUDA compute capability, (major, minor).
-        hbm_gb_per_s: memory bandwidth, 10^9 bytes per second.
-        clock_ghz: boost clock.
-        bf16_tflops: dense 16-bit matrix throughput, 10^12 operations per second (fp16 where bf16 is not supported).
-        nvlink_gb_per_s, pcie_gb_per_s, nic_gb_per_s: 10^9 bytes per second in one direction, per GPU; 0 where there is
-            none.
-    """
-
-    name: str
-    cores: int
-    fpus_per_core: int
-    memory_bytes: int
-    hbm_gb_per_s: float
-    l2_bytes: int
-    clock_ghz: float
-    shared_bytes_per_block: int
-    shared_bytes_per_core: int
-    capability: tuple[int, int]
-    bf16_tflops: float
-    nvlink_gb_per_s: float
-    pcie_gb_per_s: float
-    nic_gb_per_s: float
-    threads_per_core: int = 2048
-
-
-# Device columns of V100-16, A100, H100, H200 and B200 follow the XLA project's target files, the others the vendors'
-# datasheets, as do throughput and links: leads for an estimate, not measurements.
-# fmt: off
-GPUS: dict[str, Gpu] = {
-    "v100-16": Gpu("Tesla V100-SXM2-16GB", 80, 64, 16_935_682_048, 898, 6_291_456, 1.53,
-                   98_304, 98_304, (7, 0), 125, 150, 16, 12.5),
-    "v100-32": Gpu("Tesla V100-SXM2-32GB", 80, 64, 34_089_730_048, 898, 6_291_456, 1.53,
-                   98_304, 98_304, (7, 0), 125, 150, 16, 12.5),
-    "rtx4090": Gpu("NVIDIA GeForce RTX 4090", 128, 128, 25_386_352_640, 1008, 75_497_472, 2.52,
-                   101_376, 102_400, (8, 9), 165, 0, 32, 0, threads_per_core=1536),
-    "l40s": Gpu("NVIDIA L40S", 142, 128, 47_810_936_832, 864, 100_663_296, 2.52,
-                101_376, 102_400, (8, 9), 362, 0, 32, 0, threads_per_core=1536),
-    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", 108, 64, 42_331_013_120, 1555, 41_943_040, 1.41,
-                   166_912, 167_936, (8, 0), 312, 300, 32, 25),
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", 108, 64, 85_100_068_864, 2039, 41_943_040, 1.41,
-                166_912, 167_936, (8, 0), 312, 300, 32, 25),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 132, 128, 84_942_979_072, 3352, 52_428_800, 1.98,
-                232_448, 233_472, (9, 0), 989, 450, 64, 50),
-    "h200": Gpu("NVIDIA H200", 132, 128, 151_397_597_184, 4800, 52_428_800, 1.98,
-                232_448, 233_472, (9, 0), 989, 450, 64, 50),
-    "b200": Gpu("NVIDIA B200", 148, 128, 191_514_411_008, 7672, 132_644_864, 1.965,
-                232_448, 233_472, (10, 0), 2250, 900, 64, 50),
-}
-# fmt: on
-
-
-def gpu(target: str) -> Gpu:
-    """The description of GPU `target`, one of `GPUS`.
-
-    Raises:
-        TargetError: the name is not in the table; the message lists those that are.
-    """
-    if target not in GPUS:
-        raise TargetError(f"unknown target {target!r}: known GPUs are {', '.join(GPUS)}")
-    return GPUS[target]
-
-
-def bf16_flops(device_kind: str) -> float | None:
-    """Peak dense bfloat16 operations per second of the device that calls itself `device_kind`; None if not known.
-
-    The name must be the table's to the letter: variants of one chip (PCIe, less memory) have other peaks.  Nor is there
-    a peak for what has no bfloat16 matrix units, before compute capability 8.
-    """
-    known = {g.name: g for g in GPUS.values() if g.capability >= (8, 0)}
-    return known[device_kind].bf16_tflops * 1e12 if device_kind in known else None
 
 
 def available() -> str | None:
@@ -129,28 +64,68 @@ def available() -> str | None:
     return None
 
 
-def gpu_devices(target: str, count: int) -> np.ndarray:
+def gpu_devices(target: str | Gpu, count: int) -> np.ndarray:
     """`count` devices of absent GPUs `target`, a flat object array in host order; nothing can run on them.
 
-    Below 8 they stand in one host, above in hosts of 8.
+    Up to `devices_per_host` of them stand in one host, more in full hosts.
+
+    Args:
+        target: a text for `parse`, or a GPU of your own.
 
     Raises:
-        TargetError: unknown target, a count that does not fill its hosts, or no plugin to compile with.
+        TargetError: unknown target, a count that does not fill its hosts or is more than XLA describes, or no plugin to
+            compile with.
     """
-    description = _target_config(gpu(target))
-    topology = _topology(target, count)
+    g = parse(target) if isinstance(target, str) else target
+    name = target if isinstance(target, str) else g.name
+    topology = _topology(name, g.devices_per_host, count)
     if missing := available():
-        raise TargetError(f"target {target!r}: {missing}")
+        raise TargetError(f"target {name!r}: {missing}")
     try:
         found = topologies.get_topology_desc(
-            platform="cuda", topology_name=target, topology=topology, target_config=description
+            platform="cuda", topology_name=name, topology=topology, target_config=_target_config(g)
         )
     except NotImplementedError as error:
         raise TargetError(
-            f"target {target!r}: JAX started without its CUDA plugin; import jzero.targets before the first use of "
+            f"target {name!r}: JAX started without its CUDA plugin; import jzero.targets before the first use of "
             "jax.devices(), or set JAX_PLATFORMS=cpu"
         ) from error
     return np.array(found.devices)
+
+
+def known_options(options: Mapping[str, Any], device: Any = None) -> dict[str, Any]:
+    """Those of `options` that the compiler of `device` knows: flags come and go between versions of jaxlib.
+
+    Each is tried once in a process, on a program of one addition.  Pass what is left as `compiler_options` to
+    `.compile()`; an unknown name would raise there, and in XLA_FLAGS it would abort the process.
+
+    Args:
+        options: name -> value.
+        device: present or absent; None for an absent H100.
+
+    Raises:
+        TargetError: a known option with a value that it does not take, or no plugin to compile with.
+    """
+    device = _absent() if device is None else device
+    return {name: value for name, value in options.items() if _knows(device, name, value)}
+
+
+@functools.cache
+def _absent() -> Any:
+    return gpu_devices("h100", 1)[0]
+
+
+@functools.cache
+def _knows(device: Any, name: str, value: Any) -> bool:
+    x = jax.ShapeDtypeStruct((), np.float32, sharding=SingleDeviceSharding(device))
+    try:
+        jax.jit(lambda x: x + 1).lower(x).compile(compiler_options={**COMPILER_OPTIONS, name: value})
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if f"No such compile option: '{name}'" in reason:
+            return False
+        raise TargetError(f"compiler option {name}={value}: {reason}") from None
+    return True
 
 
 def _installed(module: str) -> bool:
@@ -160,13 +135,16 @@ def _installed(module: str) -> bool:
         return False
 
 
-def _topology(target: str, count: int) -> str:
+def _topology(name: str, per_host: int, count: int) -> str:
     """XLA's "SLICESxHOSTSxDEVICES_PER_HOST"."""
-    if count < 1 or (count > DEVICES_PER_HOST and count % DEVICES_PER_HOST):
+    if count < 1 or (count > per_host and count % per_host):
         raise TargetError(
-            f"target {target!r}: {count} devices; 1 to {DEVICES_PER_HOST}, or a multiple of {DEVICES_PER_HOST}"
+            f"target {name!r}: {count} devices do not fill hosts of {per_host}: "
+            f"take 1 to {per_host}, or a multiple of {per_host}"
         )
-    return f"1x{max(count // DEVICES_PER_HOST, 1)}x{min(count, DEVICES_PER_HOST)}"
+    if count > MAX_DEVICES:
+        raise TargetError(f"target {name!r}: {count:,} devices; programs are compiled for at most {MAX_DEVICES:,}")
+    return f"1x{max(count // per_host, 1)}x{min(count, per_host)}"
 
 
 def _target_config(g: Gpu) -> str:
@@ -186,5 +164,5 @@ gpu_device_info {{
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 7 }}
 runtime_version {{ major: 12 minor: 8 patch: 0 }}
-device_description_str: "{g.name}"
+device_description_str: {json.dumps(g.name)}
 """

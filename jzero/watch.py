@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jzero import targets
+from jzero import gpus
 
 FLUSH_S = 10  # of events; each waits for the disk
 VIEW = "pip install xprof && xprof --logdir"
@@ -48,7 +48,7 @@ def utilization(flops_per_token: float) -> Callable[[float], dict[str, float]]:
         flops_per_token: operations that the model needs per trained token, recomputed ones not counted
             (Chowdhery et al. 2022, appendix B).
     """
-    peaks = [targets.bf16_flops(device.device_kind) for device in jax.devices()]
+    peaks = [gpus.bf16_flops(device.device_kind) for device in jax.devices()]
     if None in peaks:
         return lambda _: {}
     peak = sum(filter(None, peaks))

@@ -16,7 +16,7 @@ from event_files import events_in
 from jax.profiler import ProfileData
 from tiny_run import TINY, batch_for_these_devices
 
-from jzero import compile_cache, targets, train, watch
+from jzero import compile_cache, gpus, train, watch
 from jzero.compile_cache import CacheError
 from jzero.config import load
 from jzero.journal import Journal
@@ -35,11 +35,11 @@ def devices(monkeypatch, *kinds, memory=()):
 
 
 def test_the_peak_is_that_of_the_very_device_or_unknown():
-    assert targets.bf16_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert targets.bf16_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert gpus.bf16_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert gpus.bf16_flops("NVIDIA A100-SXM4-80GB") == 312e12
     # other variants have other peaks; a V100 has no bfloat16
     for kind in ("cpu", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "TPU v5p", "Tesla V100-SXM2-16GB", ""):
-        assert targets.bf16_flops(kind) is None
+        assert gpus.bf16_flops(kind) is None
 
 
 def test_utilization_is_against_the_peak_of_all_devices(monkeypatch):

@@ -5,7 +5,7 @@ float32 master, m and v, sequences of 4,096 tokens, cuDNN attention, one microba
 program is compiled first, and run only if the memory that the compiler asks for is there.
 
 MFU as in PaLM (Chowdhery et al. 2022, appendix B; `jzero.models.flops`): recomputation does not count, and causal
-attention counts as if it were full.  The peak is that of `jzero.targets.GPUS`.
+attention counts as if it were full.  The peak is that of `jzero.gpus.GPUS`.
 
     python examples/benchmarks/gpu_mfu.py [--minutes 8] [--json FILE]     on a machine with a GPU
     python examples/benchmarks/gpu_mfu.py --target h200                   compiles for a GPU that is not here
@@ -32,7 +32,7 @@ import optax
 from flax import nnx
 
 import jzero
-from jzero import compile_cache, hlo, targets
+from jzero import compile_cache, gpus, hlo, targets
 from jzero.models import flops
 from jzero.models.decoder import Decoder, DecoderConfig, next_token_loss
 
@@ -255,14 +255,14 @@ def row(line: dict[str, Any]) -> str:
 
 def memory_limit(device: Any, args: argparse.Namespace) -> float:
     if args.target:
-        return float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) * targets.gpu(args.target).memory_bytes
+        return float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) * targets.parse(args.target).memory_bytes
     return float((device.memory_stats() or {}).get("bytes_limit", 4e9))
 
 
 def peak_flops_of(device: Any, args: argparse.Namespace) -> float:
-    peak = targets.bf16_flops(device.device_kind)
+    peak = gpus.bf16_flops(device.device_kind)
     if peak is None and not args.tiny:
-        names = ", ".join(g.name for g in targets.GPUS.values())
+        names = ", ".join(g.name for g in gpus.GPUS.values())
         raise SystemExit(f"error: no peak is known of {device.device_kind!r}; known are {names}; --tiny runs anywhere")
     return peak or 1e12
 
@@ -279,7 +279,7 @@ def arguments() -> argparse.Namespace:
     cli.add_argument("--seconds", type=float, default=5, help="of timed steps per setting")
     cli.add_argument("--json", help="file for the result")
     which = cli.add_mutually_exclusive_group()
-    which.add_argument("--target", choices=list(targets.GPUS), help="compile for this GPU; nothing runs")
+    which.add_argument("--target", choices=list(gpus.GPUS), help="compile for this GPU; nothing runs")
     which.add_argument("--tiny", action="store_true")
     return cli.parse_args()
 
