@@ -23,6 +23,11 @@ def _gpt2(width: int, layers: int, heads: int) -> DecoderConfig:
     )  # fmt: skip
 
 
+def _llama(width: int, layers: int, heads: int, mlp_width: int, **more: Any) -> DecoderConfig:
+    # Touvron et al. 2023a, table 2 (there 33 B and 65 B).  The widths of the MLP and the eps are those of the weights.
+    return DecoderConfig(width, layers, heads, heads, mlp_width, vocab=32_000, **more)
+
+
 def _llama2(width: int, layers: int, heads: int, kv_heads: int, mlp_width: int) -> DecoderConfig:
     # Touvron et al. 2023b, section 2.
     return DecoderConfig(width, layers, heads, kv_heads, mlp_width, vocab=32_000)
@@ -59,6 +64,8 @@ PRESETS: Mapping[str, DecoderConfig] = {
     "gpt2-xl": _gpt2(1600, 48, 25),
     "smollm-135m": DecoderConfig(576, 30, 9, 3, 1536, vocab=49_152, tied=True),
     "tinyllama-1.1b": DecoderConfig(2048, 22, 32, 4, 5632, vocab=32_000),
+    "llama-30b": _llama(6656, 60, 52, 17_920, norm_eps=1e-6),
+    "llama-65b": _llama(8192, 80, 64, 22_016),
     "llama-2-7b": _llama2(4096, 32, 32, 32, 11_008),
     "llama-2-13b": _llama2(5120, 40, 40, 40, 13_824),
     "llama-2-70b": _llama2(8192, 80, 64, 8, 28_672),
