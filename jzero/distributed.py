@@ -1,4 +1,4 @@
-"""Several processes as one run: how they find each other, and how one of them leaves.
+"""Several processes as one run: how they find each other, and which devices each has.
 
 JAX starts them (`jax.distributed`); what is decided here is whether there are several at all, which devices each takes,
 how long anybody waits, and what is said when it does not come to pass.  JAX ends a process that waited in vain, or that
@@ -10,13 +10,12 @@ import re
 import socket
 import sys
 import threading
-import traceback
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
+from jzero import ending
 from jzero.launchers import Launcher, launcher
 
 AUTO = "auto"
@@ -25,7 +24,7 @@ START_TIMEOUT_S = 120
 HEARTBEAT_TIMEOUT_S = 30
 _GRACE_S = 60  # beyond our own patience, after which JAX would abort
 _PATIENT_S = 10  # without a word
-_name = "process 0"  # set by `start`: JAX would start a backend to tell
+_FAKE_DEVICES = 8  # of all processes
 
 _STATUS = re.compile("[A-Z_]+: ")  # all of XLA's errors begin with one
 _PEER = re.compile("gloo|nccl|connection|coordination|heartbeat|unavailable", re.IGNORECASE)
@@ -82,7 +81,8 @@ def start(
     if coordinator != AUTO and index == 0:
         _check_port(coordinator)
     _prepare_jax()
-    peer = _Peer(coordinator, count, index, found)
+    peer = _Peer(coordinator, index, found)
+    ending.is_one_of(index or 0, count)
     _initialize(
         peer,
         start_timeout_s,
@@ -102,16 +102,28 @@ def started() -> bool:
     return jax.distributed.is_initialized()
 
 
-def name() -> str:
-    """This process as messages speak of it."""
-    return _name
+def start_cpu_devices(processes: int = 1) -> None:
+    """Eight CPU devices for machines without an accelerator, unless XLA_FLAGS already says how many.
 
+    Has no effect on accelerators, nor once JAX has started its backends.
 
-def leave(status: int) -> NoReturn:
-    """Ends this process at once: on the usual way out JAX waits for the others, who may be waiting for this one."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    Args:
+        processes: what `start` returns; among them the devices are divided, so that a run in several processes is the
+            run that one would be.
+    """
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in os.environ:
+        return
+    count = max(1, _FAKE_DEVICES // (processes or _FAKE_DEVICES))
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        return
+    if jax.default_backend() == "cpu" and jax.process_index() == 0:
+        total = f"{jax.process_count()} x {count}" if jax.process_count() > 1 else str(count)
+        print(
+            f"no accelerator: {total} fake CPU devices "
+            "(another number: XLA_FLAGS=--xla_force_host_platform_device_count=N)"
+        )
 
 
 def lost_peer(error: Exception) -> bool:
@@ -121,11 +133,6 @@ def lost_peer(error: Exception) -> bool:
         error: a JaxRuntimeError; from a computation so small that it runs as it is called, a ValueError.
     """
     return started() and bool(_STATUS.match(str(error)) and _PEER.search(str(error)))
-
-
-def _leave_after(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:
-    traceback.print_exception(kind, error, trace)
-    leave(1)
 
 
 def _unknown(coordinator: str, count: int | None, index: int | None, found: Launcher | None) -> str | None:
@@ -207,15 +214,11 @@ def _prepare_jax() -> None:
 
 @dataclass(frozen=True)
 class _Peer:
-    """One process as messages speak of it, and what it looks for."""
+    """One of several processes, and what it looks for."""
 
     coordinator: str
-    processes: int | None
     process: int | None
     found: Launcher | None
-
-    def __str__(self) -> str:
-        return f"process {self.process}" + ("" if self.processes is None else f" of {self.processes}")
 
     @property
     def address(self) -> str:
@@ -226,9 +229,6 @@ class _Peer:
 
 def _initialize(peer: _Peer, timeout_s: int, **settings: Any) -> None:
     """`jax.distributed.initialize`, for at most `timeout_s` and with an exception at the end, not an abort."""
-    global _name  # noqa: PLW0603
-    _name = str(peer)
-    sys.excepthook = _leave_after
     failed: list[Exception] = []
 
     def connect() -> None:
@@ -242,11 +242,12 @@ def _initialize(peer: _Peer, timeout_s: int, **settings: Any) -> None:
     thread.join(min(_PATIENT_S, timeout_s))
     if thread.is_alive() and timeout_s > _PATIENT_S:
         # Of many processes, the one that does not say this is the one that is missing.
-        print(f"{peer} on {socket.gethostname()} waits for the others at {peer.address}", file=sys.stderr, flush=True)
+        line = f"waits for the others at {peer.address}, on {socket.gethostname()}"
+        print(ending.named(line), file=sys.stderr, flush=True)
     # Process 0 leaves last, so that the others can say what they could reach.
     thread.join(max(0, timeout_s - _PATIENT_S) + (2 if peer.process == 0 else 0))
     if failed:
-        raise StartError(f"{peer} could not be started: {failed[0]}") from failed[0]
+        raise StartError(f"could not be started: {failed[0]}") from failed[0]
     if thread.is_alive():
         raise StartError(_why_alone(peer, timeout_s))
 
@@ -254,11 +255,11 @@ def _initialize(peer: _Peer, timeout_s: int, **settings: Any) -> None:
 def _why_alone(peer: _Peer, timeout_s: int) -> str:
     limit = f"within {timeout_s} s (distributed.start_timeout_s)"
     if peer.process == 0:
-        return f"{peer}: not all processes came to {peer.address} {limit}: look at what the missing ones say"
+        return f"not all processes came to {peer.address} {limit}: look at what the missing ones say"
     reason = "" if peer.coordinator == AUTO else _unreachable(peer.coordinator)
     if peer.coordinator == AUTO or reason:
-        return f"{peer} did not reach the coordinator, process 0, at {peer.address} {limit}{reason}"
-    return f"{peer} reached the coordinator at {peer.address}, but not all processes did {limit}"
+        return f"did not reach the coordinator, process 0, at {peer.address} {limit}{reason}"
+    return f"reached the coordinator at {peer.address}, but not all processes did {limit}"
 
 
 def _unreachable(coordinator: str) -> str:

@@ -89,7 +89,9 @@ def by_all(read: Callable[[], _T], what: str = "") -> _T:
     except Exception as error:  # noqa: BLE001 (of files that went bad, Orbax raises anything)
         fault, damage = reason(error) or type(error).__name__, not _is_of_the_machine(error)
     told = [json.loads(text) for text in together.gather_texts(json.dumps([fault, damage]))]
-    faults = [(f"{text} (process {i})" if i else text, damage) for i, (text, damage) in enumerate(told) if text]
+    faults = [
+        (f"process {i} of {len(told)}: {text}" if i else text, damage) for i, (text, damage) in enumerate(told) if text
+    ]
     if faults:
         (text, _), damaged = faults[0], all(damage for _, damage in faults)
         text = f"{what} cannot be read ({text})" if what else text

@@ -20,10 +20,11 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn, Self
 
+from jzero import ending
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _GRACE_S = 3.0  # for what is `unwinding`
 _ECHO_S = 1.0  # `timeout` and launchers signal a process and then its group: within this time it is one signal
-_STDERR = 2
 
 
 class Interrupted(KeyboardInterrupt):
@@ -125,7 +126,8 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
 
     def _first(self, number: int) -> None:
         if self._held:
-            _tell(f"\n{_name(number)}: ending after this step; again to end at once")
+            line = f"{_name(number)}: ending after this step; again to end at once"
+            ending.tell(f"\n{ending.named(line)}")
         elif not self._unwinds:
             _end(Interrupted(number))
 
@@ -135,14 +137,8 @@ def _handle_at_once(number: int, _: FrameType | None) -> NoReturn:
 
 
 def _end(interrupted: Interrupted, above: str = "\n") -> NoReturn:
-    _tell(f"{above}{interrupted}")  # below what is left of a progress bar
+    ending.tell(f"{above}{ending.named(interrupted)}")  # below what is left of a progress bar
     os._exit(interrupted.status)
-
-
-def _tell(line: str) -> None:
-    """Writes to stderr, past its locks, which the main thread may hold; not at all where it would have to wait."""
-    if select.select([], [_STDERR], [], 0)[1]:
-        os.write(_STDERR, f"{line}\n".encode())
 
 
 def _name(number: int) -> str:

@@ -7,17 +7,15 @@ Exit status: 0, the run reached its last step; 1, it failed; 2, the input was wr
 130, SIGTERM and SIGINT (Ctrl-C) ended it.
 """
 
-import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 import jzero
-from jzero import compile_cache, data, distributed, together, watch
+from jzero import compile_cache, data, distributed, ending, together, watch
 from jzero.build import check_memory, make_batches, make_run, open_data
 from jzero.checkpoint import quiet
 from jzero.config import Config, ConfigError, load, profile_steps, resolve, values_of
@@ -29,8 +27,6 @@ from jzero.resume import Saves, begin, fingerprints
 from jzero.run_dir import CHECKPOINTS, check_run_dir, session, write_config
 from jzero.stop import Interrupted, Stop
 
-FAKE_DEVICES = 8  # of all processes
-LAST_S = 1.0  # the first process leaves so much later: JAX aborts those that find it gone
 BAD_INPUT = (ConfigError, data.DataError, compile_cache.CacheError)
 
 
@@ -41,56 +37,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Stop() as stop:
             return _status(sys.argv[1:] if argv is None else argv, stop)
     except Interrupted as interrupted:
-        print(f"{distributed.name()}: {interrupted}" if distributed.started() else interrupted, file=sys.stderr)
-        if distributed.started():
-            distributed.leave(interrupted.status)
-        return interrupted.status
+        return ending.ended(interrupted, interrupted.status)
 
 
 def _status(argv: Sequence[str], stop: Stop) -> int:
     try:
         return train(load(argv), stop)
     except BAD_INPUT as error:
-        return _failed(error, 2)
+        return ending.failed(error, 2)
     except together.ProcessError as error:  # all processes have it
-        return _say(error, 2 if error.bad_input else 1)
+        return ending.all_failed(error, 2 if error.bad_input else 1)
     except RunError as error:  # so it is with what they all computed
-        return _say(error, 1)
+        return ending.all_failed(error, 1)
     except distributed.StartError as error:
-        return _failed(error, 2 if error.bad_input else 1, named=False)
+        return ending.failed(error, 2 if error.bad_input else 1)
     except (jzero.CheckpointError, OSError) as error:  # OSError: a full disk, data that is gone
         everywhere = isinstance(error, jzero.CheckpointError) and error.everywhere
-        return _all_failed(error, 1) if everywhere else _failed(error, 1)
+        return ending.all_left(error, 1) if everywhere else ending.failed(error, 1)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         if not distributed.lost_peer(error):
             raise
-        return _failed(f"another process is gone, see what it said last ({str(error).splitlines()[0]})", 1)
-
-
-def _say(error: object, status: int) -> int:
-    """What all processes have to say, said by the first."""
-    if together.is_first():
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    return status
-
-
-def _failed(error: object, status: int, *, named: bool = True) -> int:
-    """What this process alone has to say, under its name; if it has peers, it leaves them."""
-    me = f"{distributed.name()}: " if named and distributed.started() else ""
-    print(f"error: {me}{' '.join(str(error).split())}\n", end="", file=sys.stderr)  # one write: JAX may print meanwhile
-    if distributed.started():
-        distributed.leave(status)
-    return status
-
-
-def _all_failed(error: object, status: int) -> int:
-    """What all processes have to say, said by the first; all leave, since threads may wait for what does not come."""
-    _say(error, status)
-    if distributed.started():
-        if together.is_first():
-            time.sleep(LAST_S)
-        distributed.leave(status)
-    return status
+        return ending.failed(f"another process is gone, see what it said last ({str(error).splitlines()[0]})", 1)
 
 
 def train(config: Config, stop: Stop) -> int:
@@ -110,7 +77,7 @@ def train(config: Config, stop: Stop) -> int:
         Interrupted: a signal came while data was tokenized.
     """
     # Processes and devices.
-    start_cpu_devices(distributed.start(**config.distributed.model_dump()))
+    distributed.start_cpu_devices(distributed.start(**config.distributed.model_dump()))
     devices, hosts = together.devices_by_host()
 
     # Settings, data and the run: three specs per parameter, one compiled step.  Nothing is written yet, and what one
@@ -179,30 +146,7 @@ def train_in(
     return journal, ended_by
 
 
-def start_cpu_devices(processes: int = 1) -> None:
-    """Eight CPU devices for machines without an accelerator, unless XLA_FLAGS already says how many.
-
-    Has no effect on accelerators, nor once JAX has started its backends.
-
-    Args:
-        processes: among which they are divided, so that a run in several processes is the run that one would be.
-    """
-    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in os.environ:
-        return
-    count = max(1, FAKE_DEVICES // (processes or FAKE_DEVICES))
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-        return
-    if jax.default_backend() == "cpu" and together.is_first():
-        total = f"{jax.process_count()} x {count}" if jax.process_count() > 1 else str(count)
-        print(
-            f"no accelerator: {total} fake CPU devices "
-            "(another number: XLA_FLAGS=--xla_force_host_platform_device_count=N)"
-        )
-
-
 if __name__ == "__main__":
     status = main()
     if status:  # a thread that waits for what does not come would keep the process
-        distributed.leave(status)
+        ending.leave(status)

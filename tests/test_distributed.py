@@ -323,7 +323,7 @@ def test_a_mesh_that_does_not_fit_is_said_once(tmp_path, corpus):
         (0, r"^error: process 0 of 2: not all processes came to .* within 2 s \(distributed.start_timeout_s\)"),
         (
             1,
-            r"^error: process 1 of 2 did not reach the coordinator, process 0, at .* within 2 s .*: Connection refused",
+            r"^error: process 1 of 2: did not reach the coordinator, process 0, at .* within 2 s .* Connection refused",
         ),
     ],
 )

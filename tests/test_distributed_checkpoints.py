@@ -106,11 +106,10 @@ import jzero
 from jzero import distributed, together
 from jzero.build import make_run
 from jzero.config import load, resolve
-from jzero.train import start_cpu_devices
 
 source, target, *argv = sys.argv[1:]
 config = load(argv)
-start_cpu_devices(distributed.start(**config.distributed.model_dump()))
+distributed.start_cpu_devices(distributed.start(**config.distributed.model_dump()))
 devices, hosts = together.devices_by_host()
 config = resolve(config, len(devices), "cpu", hosts)
 run = make_run(config, jzero.make_mesh(config.mesh, devices))

@@ -155,6 +155,15 @@ def test_before_the_first_step_the_process_ends_at_once_whatever_the_main_thread
     assert seconds < 2
 
 
+def test_one_of_several_processes_is_named():
+    program = "from jzero import ending\nending.is_one_of(1, 2)\nstop = Stop().__enter__()"
+    assert ends(f"{program}\n{BUSY}", TERM)[2] == ["process 1 of 2: stopped by SIGTERM before the first step"]
+    assert ends(f"{program}\nstop.hold()\n{BUSY}", TERM, INT, pause=1.5)[2] == [
+        "process 1 of 2: SIGTERM: ending after this step; again to end at once",
+        "process 1 of 2: stopped by SIGINT at once, since it came again",
+    ]
+
+
 def test_what_does_not_unwind_is_ended_all_the_same():
     status, seconds, said = ends(
         f"stop = Stop().__enter__()\nwith stop.unwinding():\n {BUSY.replace(chr(10), chr(10) + ' ')}", TERM
@@ -310,7 +319,8 @@ def command_line(tmp_path):
 def words_of(err):
     """The lines of stderr without the progress bar and what plugins say when JAX starts."""
     found = [line.strip() for line in err.replace("\r", "\n").splitlines()]
-    return [line for line in found if line.startswith(("stopped", "error", "SIG", "Traceback", "Exception", "Fatal"))]
+    said = ("stopped", "process", "error", "SIG", "Traceback", "Exception", "Fatal")
+    return [line for line in found if line.startswith(said)]
 
 
 def wait_for(path, process):
@@ -355,7 +365,7 @@ def test_two_processes_end_after_the_same_step_though_one_of_them_is_signalled(t
     assert [line["step"] for line in lines(tmp_path / "run") if "loss" in line] == list(range(1, step + 1))
     assert f"stopped by SIGTERM after step {step} of 1000000" in ended[0].out
     assert "stopped by" not in ended[1].out
-    assert words_of(ended[1].err) == ["SIGTERM: ending after this step; again to end at once"]
+    assert words_of(ended[1].err) == ["process 1 of 2: SIGTERM: ending after this step; again to end at once"]
 
 
 @pytest.mark.parametrize(("number", "after_s"), [(INT, 0.3), (TERM, 1.0), (INT, 2.5), (TERM, 4.0)])

@@ -27,8 +27,8 @@ import optax
 from flax import nnx
 
 import jzero
+from jzero.distributed import start_cpu_devices
 from jzero.models.decoder import Decoder, DecoderConfig, next_token_loss
-from jzero.train import start_cpu_devices
 
 WINDOW, EVERY = 20, 10
 

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero import distributed, together
+from jzero import distributed, ending, together
 
 REPEATS = 10
 NETWORK = "NCCL_DEBUG=INFO tells more, NCCL_SOCKET_IFNAME chooses a network"
@@ -48,13 +48,13 @@ def main() -> int:
         with limit(args.timeout, "the look at --dir", "does its file system answer?"):
             check_directory(Path(args.dir))
     except distributed.StartError as error:
-        failed(error)
-        distributed.leave(1)  # on the usual way out JAX would go on waiting
+        failed(ending.named(error))
+        ending.leave(1)  # on the usual way out JAX would go on waiting
     except together.ProcessError as error:
         return failed(error) if together.is_first() else 1
     except jax.errors.JaxRuntimeError as error:  # a process that died, a network that broke, NCCL
-        failed(f"{distributed.name()}: {str(error).splitlines()[0]}; {NETWORK}")
-        distributed.leave(1)
+        failed(ending.named(f"{str(error).splitlines()[0]}; {NETWORK}"))
+        ending.leave(1)
     say(f"PASS: {jax.process_count()} processes, {jax.device_count()} devices")
     return 0
 
@@ -86,8 +86,8 @@ def limit(seconds: int, what: str, hint: str) -> Iterator[None]:
     """Ends the process, with a line, if what is inside gets stuck: a collective cannot be interrupted."""
 
     def stuck() -> None:
-        failed(f"{distributed.name()}: {what} did not end within {seconds} s: {hint}")
-        distributed.leave(1)
+        failed(ending.named(f"{what} did not end within {seconds} s: {hint}"))
+        ending.leave(1)
 
     timer = threading.Timer(seconds, stuck)
     timer.daemon = True
