@@ -72,7 +72,8 @@ def start(
     """
     coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS", AUTO) if coordinator == AUTO else coordinator
     found = launcher(os.environ)
-    if coordinator is None or processes == 1 or (coordinator == AUTO and found is None and processes is None):
+    nothing_is_said = coordinator == AUTO and found is None and processes is None and process is None
+    if coordinator is None or processes == 1 or nothing_is_said:
         return 1
     count = processes if processes is not None or found is None else found.processes
     index = process if process is not None or found is None else found.process
@@ -139,7 +140,8 @@ def _unknown(coordinator: str, count: int | None, index: int | None, found: Laun
     """What is not known of the processes, or cannot be; None if all is."""
     explicit = "distributed.coordinator = HOST:PORT, distributed.processes and distributed.process"
     if coordinator == AUTO and found is None:
-        return f"distributed.processes = {count}, and no launcher that JAX knows started them: set {explicit}"
+        key, value = ("processes", count) if count is not None else ("process", index)
+        return f"distributed.{key} = {value}, and no launcher that JAX knows started them: set {explicit}"
     if coordinator == AUTO and found and found.missing:
         return (
             f"this is process {found.process} of a job of {found.name}, and JAX needs {found.missing} to find the "
@@ -148,8 +150,10 @@ def _unknown(coordinator: str, count: int | None, index: int | None, found: Laun
     if coordinator != AUTO and None in (count, index):
         key = "processes" if count is None else "process"
         return f"distributed.coordinator = {coordinator} needs distributed.{key}, which no launcher tells"
-    if None not in (count, index) and not 0 <= int(index or 0) < int(count or 0):
-        return f"distributed.process = {index}: must be below distributed.processes = {count}"
+    try:
+        check_index(index, count)
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -173,6 +177,16 @@ def check_address(text: str) -> None:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"distributed.coordinator = {text}: must be HOST:PORT, auto or none")
+
+
+def check_index(process: int | None, processes: int | None) -> None:
+    """Whether there is such a process, as far as is known.
+
+    Raises:
+        ValueError: there is not.
+    """
+    if process is not None and processes is not None and not 0 <= process < processes:
+        raise ValueError(f"distributed.process = {process}: must be below distributed.processes = {processes}")
 
 
 def device_numbers(text: str) -> list[int]:

@@ -83,6 +83,7 @@ def test_every_gpu_of_a_host_belongs_to_one_process(env, devices):
     ("env", "settings", "parts"),
     [
         ({}, {"processes": 2}, ["distributed.processes = 2", "no launcher", "distributed.coordinator = HOST:PORT"]),
+        ({}, {"process": 0}, ["distributed.process = 0", "no launcher", "distributed.coordinator = HOST:PORT"]),
         ({}, {"coordinator": "a:1", "process": 1}, ["a:1 needs distributed.processes"]),
         ({}, {"coordinator": "a:1", "processes": 2}, ["a:1 needs distributed.process,"]),
         ({"JAX_COORDINATOR_ADDRESS": "b:1"}, {}, ["b:1 needs distributed.processes"]),

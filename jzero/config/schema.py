@@ -166,10 +166,7 @@ def _check_distributed(settings: Distributed) -> None:
         if settings.coordinator is None and getattr(settings, key) is not None:
             value = getattr(settings, key)
             raise ValueError(f"distributed.{key} = {value}: distributed.coordinator = none, so there is one process")
-    if settings.process is not None and settings.processes is not None and settings.process >= settings.processes:
-        raise ValueError(
-            f"distributed.process = {settings.process}: must be below distributed.processes = {settings.processes}"
-        )
+    distributed.check_index(settings.process, settings.processes)
 
 
 def _check_optimizer(optim: Optim) -> None:
