@@ -1,23 +1,21 @@
-"""What a run says while it trains: metrics on their way to the host, metrics.jsonl, TensorBoard, a progress bar."""
+"""What a run says while it trains: metrics.jsonl, TensorBoard, a progress bar."""
 
 import dataclasses
 import json
 import math
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import jax
-import numpy as np
 from tqdm import tqdm
 
 from jzero.config import Config
 from jzero.metrics_file import Line, rewind
+from jzero.waiting import Ended
 from jzero.watch import Events, device_memory
 
 
@@ -40,38 +38,6 @@ class Progress:
     samples: int = 0
     skipped: int = 0
     evaluated: bool = False
-
-
-class Waiting:
-    """Metrics on their way to the host.  Those of a step are read when `depth` later steps are dispatched.
-
-    Reading waits for the step to end; by then the devices have work for `depth` steps, so they never wait for the host,
-    and the host is never further ahead.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._steps: deque[tuple[int, Mapping[str, jax.Array]]] = deque()
-
-    def put(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
-        """Starts the copy of a step's metrics, which may not be computed yet."""
-        for value in metrics.values():
-            value.copy_to_host_async()
-        self._steps.append((step, metrics))
-
-    def ready(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """(step, metrics) of the steps that are `depth` behind, in order."""
-        while len(self._steps) > self._depth:
-            yield self._read()
-
-    def rest(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """(step, metrics) of all steps; waits for the last."""
-        while self._steps:
-            yield self._read()
-
-    def _read(self) -> tuple[int, dict[str, float]]:
-        step, metrics = self._steps.popleft()
-        return step, {name: np.asarray(value).item() for name, value in metrics.items()}
 
 
 class Journal:
@@ -120,8 +86,9 @@ class Journal:
         shown = {"dynamic_ncols": True, "mininterval": 0.1 if sys.stderr.isatty() else 15.0, "disable": not writes}
         self._bar = tqdm(total=config.steps, initial=start.step, unit="step", desc="compiling", **shown)
         self._speed = ""
-        self._began = self._clock = time.perf_counter()
-        self._logged = start.step
+        self._began, self._aside_s = time.perf_counter(), 0.0
+        self._stands_at: float | None = None
+        self._logged, self._logged_at = start.step, self.now()
 
     def __enter__(self) -> Self:
         return self
@@ -133,20 +100,20 @@ class Journal:
         if self._events:
             self._events.close()
 
-    def trained(self, steps: Iterable[tuple[int, dict[str, float]]]) -> None:
-        """Takes in the metrics of steps that ended.
+    def trained(self, steps: Iterable[Ended]) -> None:
+        """Takes in the metrics of steps that ended, at times of `now`.
 
         Raises:
             RunError: `optim.max_skipped` steps in a row were skipped.
         """
-        for step, metrics in steps:
+        for step, metrics, at in steps:
             samples = self.progress.samples + self._config.batch_size
             self.progress = Progress(step, samples, int(metrics["skipped"]))
             failed = metrics["skipped_in_row"] >= self._config.optim.max_skipped
             if failed or step in (1, self._config.steps) or step % self._config.log.every == 0:
-                self._log(step, metrics)
+                self._log(step, metrics, at)
             elif step == self._start.step + 1:  # it has compiled: no part of the speed of the steps after it
-                self._clock, self._logged = time.perf_counter(), step
+                self._logged, self._logged_at = step, at
             self._bar.set_description("training", refresh=False)
             self._bar.update()
             self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}{self._speed}", refresh=False)
@@ -178,12 +145,17 @@ class Journal:
             self.say(f"step {step}: held-out loss {loss:.4f} nats per token{also}")
         self.progress = dataclasses.replace(self.progress, evaluated=True)
 
+    def now(self) -> float:
+        """Seconds on a clock that stands still while something is done `aside`; also for other threads."""
+        stands_at = self._stands_at
+        return time.perf_counter() - self._aside_s if stands_at is None else stands_at
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What is done meanwhile, with idle devices, does not count as time of steps."""
-        start = time.perf_counter()
+        self._stands_at = self.now()
         yield
-        self._clock += time.perf_counter() - start
+        self._aside_s, self._stands_at = time.perf_counter() - self._stands_at, None
 
     def say(self, line: str) -> None:
         """Prints `line` above the bar."""
@@ -230,9 +202,8 @@ class Journal:
     def _tokens(self, progress: Progress) -> int:
         return progress.samples * self._config.data.seq_len
 
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        now = time.perf_counter()
-        step_s = (now - self._clock) / (step - self._logged)
+    def _log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        step_s = (at - self._logged_at) / (step - self._logged)
         tokens_per_s = self._config.batch_size * self._config.data.seq_len / step_s
         speed = {
             "tokens": self._tokens(self.progress),
@@ -244,7 +215,7 @@ class Journal:
         mfu = speed.get("mfu")
         if step > self._start.step + 1:  # the first has compiled
             self._speed = f", {tokens_per_s:,.0f} tokens/s" + (f", mfu {mfu:.1%}" if mfu else "")
-        self._clock, self._logged = now, step
+        self._logged, self._logged_at = step, at
 
     def _write(self, line: Mapping[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in line.items()}

@@ -11,9 +11,10 @@ import jax
 
 import jzero
 from jzero import data, watch
-from jzero.journal import Journal, Waiting
+from jzero.journal import Journal
 from jzero.resume import Saves
 from jzero.stop import Stop
+from jzero.waiting import Waiting
 
 IN_FLIGHT = 2  # steps dispatched beyond the one whose metrics are read
 
@@ -55,7 +56,7 @@ def fit(loop: Loop, state: jzero.TrainState) -> tuple[jzero.TrainState, int]:
     Returns:
         The state after the last step, and the number of the signal that ended the loop, 0 for none.
     """
-    run, journal, waiting = loop.run, loop.journal, Waiting(IN_FLIGHT)
+    run, journal, waiting = loop.run, loop.journal, Waiting(IN_FLIGHT, loop.journal.now)
     step = journal.progress.step
     if journal.evaluation_is_due(step):
         take_evaluation(loop, state)
@@ -69,7 +70,8 @@ def fit(loop: Loop, state: jzero.TrainState) -> tuple[jzero.TrainState, int]:
         journal.trained(waiting.ready())
         if loop.saves.due(step):
             journal.trained(waiting.rest())  # first: the next session begins with the lines after this step
-            loop.saves.save(step, state)
+            with journal.aside():
+                loop.saves.save(step, state)
         if journal.evaluation_is_due(step):
             journal.trained(waiting.rest())
             take_evaluation(loop, state)

@@ -8,6 +8,7 @@ from event_files import events_in
 from jzero import metrics_file
 from jzero.config import load
 from jzero.journal import Journal, Progress, RunError
+from jzero.waiting import Ended
 
 SEQ_LEN = 4
 
@@ -31,7 +32,7 @@ def session(path, config, start, last, bad=(), evaluate=True):
                 in_row += 1
             skipped = start.skipped + sum(start.step < b <= step for b in bad)
             metrics = {"loss": 5.0 / step, "lr": 0.5, "skipped": skipped, "skipped_in_row": in_row}
-            journal.trained([(step, metrics)])
+            journal.trained([Ended(step, metrics, journal.now())])
             if evaluate and journal.evaluation_is_due(step):
                 journal.evaluated((5.0 - step / 10, 64.0))
         return journal
@@ -225,8 +226,24 @@ def test_compiling_again_is_no_part_of_the_speed_of_a_resumed_run(tmp_path, monk
     with Journal(tmp_path / "metrics.jsonl", settings(), start=Progress(6)) as journal:
         for step in range(7, 16):
             now[0] += 100.0 if step == 7 else 1.0
-            journal.trained([(step, {"loss": 1.0, "skipped": 0, "skipped_in_row": 0})])
+            journal.trained([Ended(step, {"loss": 1.0, "skipped": 0, "skipped_in_row": 0}, journal.now())])
     assert {line["step"]: line["step_s"] for line in lines(tmp_path)} == {10: 1.0, 15: 1.0}
+
+
+def test_what_is_done_aside_is_no_part_of_the_time_of_steps_whenever_they_are_taken_in(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("jzero.journal.time.perf_counter", lambda: now[0])
+    metrics = {"loss": 1.0, "skipped": 0, "skipped_in_row": 0}
+    with Journal(tmp_path / "metrics.jsonl", settings("--log.every", "1")) as journal:
+        steps = []
+        for step in range(1, 5):
+            now[0] += 2.0
+            steps.append(Ended(step, metrics, journal.now()))
+            with journal.aside():
+                now[0] += 100.0
+                assert journal.now() == 2.0 * step
+        journal.trained(steps)
+    assert [line["step_s"] for line in lines(tmp_path)] == [2.0] * 4
 
 
 # TensorBoard.

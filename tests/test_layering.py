@@ -27,6 +27,7 @@ ROWS = [
         "launchers",
         "stop",
         "pace",
+        "waiting",
     },
     {"collectives", "hlo", "reads", "watch", "compile_cache", "metrics_file", "distributed", "together"},
     {"zero", "writer"},

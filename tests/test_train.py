@@ -6,7 +6,9 @@ import re
 import stat
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import jax
@@ -24,6 +26,7 @@ from jzero.loop import fit as fit_loop
 from jzero.resume import Saves
 from jzero.run_dir import locked, make_run_dir
 from jzero.stop import Stop
+from jzero.waiting import Waiting
 from jzero.watch import Trace
 
 ROOT = Path(__file__).parent.parent
@@ -179,10 +182,10 @@ def good(step):
     return {"loss": 5.0 / step, "grad_norm": 1.0, "lr": 0.5, "weight": 64.0, "skipped": 0, "skipped_in_row": 0}
 
 
-def fit(run, tmp_path, *argv, evals=()):
+def fit(run, tmp_path, *argv, evals=(), saves=None):
     settings = ["--steps", "20", "--log.every", "5", "--log.eval_every", "100", "--data.seq_len", "4", *argv]
     settings = load([*settings, "--checkpoint.every", "none"])
-    saves = Saves(settings, Progress(), [], Checkpoints(tmp_path / "checkpoints"))
+    saves = saves or Saves(settings, Progress(), [], Checkpoints(tmp_path / "checkpoints"))
     with Journal(tmp_path / "metrics.jsonl", settings) as journal:
         fit_loop(Loop(run, [{}] * settings.steps, evals, journal, Trace(None, tmp_path), saves, Stop()), 0)
         return journal.summary()
@@ -241,7 +244,20 @@ def test_evaluation_weights_batches_by_their_tokens(tmp_path):
     assert all(line["eval_loss"] == pytest.approx(9.2) and line["eval_tokens"] == 10 for line in evaluations)
 
 
-def test_evaluation_is_no_part_of_the_time_of_a_step(tmp_path, monkeypatch):
+class AtOnce:
+    """In place of the thread that waits for the end of steps: where a step has ended when it is dispatched."""
+
+    def __init__(self, *_):
+        pass
+
+    def submit(self, function, *args):
+        done = Future()
+        done.set_result(function(*args))
+        return done
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_steps_that_are_read_at_once_have_taken_the_time_that_they_took(tmp_path, monkeypatch, every):
     now = [0.0]
 
     class TimedRun(FakeRun):
@@ -253,12 +269,40 @@ def test_evaluation_is_no_part_of_the_time_of_a_step(tmp_path, monkeypatch):
             now[0] += 1000.0
             return super().evaluate(state, batch)
 
+    class Saves:
+        def due(self, step):
+            return step % 4 == 0
+
+        def save(self, *_):
+            now[0] += 100.0
+
     monkeypatch.setattr("jzero.journal.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    fit(TimedRun(good), tmp_path, "--log.eval_every", "7", evals=[{"loss": 2.0, "weight": 1.0}])
+    monkeypatch.setattr("jzero.waiting.ThreadPoolExecutor", AtOnce)
+    argv = ["--log.every", str(every), "--log.eval_every", "7"]
+    fit(TimedRun(good), tmp_path, *argv, evals=[{"loss": 2.0, "weight": 1.0}], saves=Saves())
     lines = {line["step"]: line["step_s"] for line in rows(tmp_path) if "loss" in line}
-    # A line is written when IN_FLIGHT later steps are dispatched, and the last one when they end.
-    late = IN_FLIGHT
-    assert lines == {1: 1 + late, 5: 1.0, 10: 1.0, 15: 1.0, 20: (5 - late) / 5}
+    assert lines == dict.fromkeys([1, *range(every, 21, every)], 1.0)
+
+
+def test_the_end_of_a_step_is_when_its_metrics_are_there():
+    ended, now = Event(), [0.0]
+
+    class Late:
+        def copy_to_host_async(self):
+            pass
+
+        def block_until_ready(self):
+            assert ended.wait(60)
+
+        def __array__(self, dtype=None, copy=None):
+            return np.asarray(3.0)
+
+    waiting = Waiting(1, lambda: now[0])
+    waiting.put(1, {"loss": Late()})
+    assert list(waiting.ready()) == []
+    now[0] = 5.0
+    ended.set()
+    assert list(waiting.rest()) == [(1, {"loss": 3.0}, 5.0)]
 
 
 # A real run.

@@ -20,6 +20,7 @@ from jzero import compile_cache, gpus, train, watch
 from jzero.compile_cache import CacheError
 from jzero.config import load
 from jzero.journal import Journal
+from jzero.waiting import Ended
 
 ROOT = Path(__file__).parent.parent
 
@@ -68,7 +69,7 @@ def test_a_run_on_known_devices_logs_utilization_and_memory(tmp_path, monkeypatc
     settings = load(["--steps", "3", "--log.tensorboard", "false"])
     monkeypatch.setattr("jzero.journal.device_memory", lambda: {"memory_bytes": 5})
     with Journal(tmp_path / "metrics.jsonl", settings, lambda rate: {"mfu": rate / 1e9}) as journal:
-        journal.trained([(1, {"loss": 1.0, "skipped": 0, "skipped_in_row": 0})])
+        journal.trained([Ended(1, {"loss": 1.0, "skipped": 0, "skipped_in_row": 0}, journal.now())])
     (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert line["mfu"] == pytest.approx(line["tokens_per_s"] / 1e9)
     assert line["memory_bytes"] == 5
