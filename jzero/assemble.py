@@ -116,8 +116,8 @@ def setup(
         ),
         micro_batches=micro_batches,
         per_layer=per_layer,
+        abstract_batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, device_dtype(x), sharding=rows), batch),
         _gradients=gradients,
-        _abstract_batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, device_dtype(x), sharding=rows), batch),
         _init=jax.jit(init, out_shardings=shardings),
         _step=jax.jit(
             step,

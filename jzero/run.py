@@ -42,6 +42,7 @@ class Run:
         micro_batches: forward-backward passes per step.
         per_layer: the trained parameters as layers read them, a nested dict of ShapeDtypeStruct: where layers are
             stacked, one layer's.
+        abstract_batch: one batch as ShapeDtypeStructs with their shardings.
     """
 
     mesh: Mesh
@@ -51,8 +52,8 @@ class Run:
     notes: tuple[str, ...]
     micro_batches: int
     per_layer: Any
+    abstract_batch: Any
     _gradients: Gradients
-    _abstract_batch: Any
     _init: Callable[[], TrainState]
     _step: Any
     _evaluate: Any
@@ -159,10 +160,15 @@ class Run:
 
         return jax.tree.map(place, batch)
 
-    def lower(self) -> dict[str, jax.stages.Lowered]:
-        """The run's programs, lowered; no array is made."""
+    def trace(self) -> dict[str, jax.stages.Traced]:
+        """The run's programs as jaxprs, by name; no array is made."""
         with jax.set_mesh(self.mesh):
-            return {"step": self._step.lower(self.abstract_state, self._abstract_batch)}
+            return {"step": self._step.trace(self.abstract_state, self.abstract_batch)}
+
+    def lower(self) -> dict[str, jax.stages.Lowered]:
+        """The run's programs, lowered, by name; no array is made."""
+        with jax.set_mesh(self.mesh):
+            return {name: traced.lower() for name, traced in self.trace().items()}
 
     def at_rest_bytes(self) -> dict[str, int]:
         """Bytes that one device holds between steps, by class."""
@@ -174,6 +180,11 @@ class Run:
             "model_state": _tree_bytes(state.model_state, specs.state.model_state, mesh),
         }
 
+    @property
+    def grads_dtype(self) -> Any:
+        """The dtype in which gradients are accumulated."""
+        return next(x.dtype for x in self._gradients.slots.values())
+
     def grads_bytes(self) -> int:
         """Bytes of the gradients that one device accumulates during a step."""
         slots, specs = self._gradients.slots, self._gradients.tp_specs
@@ -181,7 +192,7 @@ class Run:
 
     def _evaluation_parts(self, rows: int) -> int:
         """Microbatches of an evaluation over `rows` rows a device: no more rows at a time than in training."""
-        at_a_time = rows_per_device(self._abstract_batch, self.mesh, self.micro_batches)
+        at_a_time = rows_per_device(self.abstract_batch, self.mesh, self.micro_batches)
         return next(n for n in range(-(-rows // at_a_time), rows + 1) if rows % n == 0)
 
 

@@ -29,7 +29,7 @@ def make_run(stage=3, **changes):
 def test_parameters_are_gathered_for_each_part_and_not_kept_whole_for_all(scan):
     run, _ = make_run(scan=scan)
     with jax.set_mesh(run.mesh):
-        program = run._evaluate.lower(run.abstract_state, run._abstract_batch, PARTS).compile()
+        program = run._evaluate.lower(run.abstract_state, run.abstract_batch, PARTS).compile()
     gathers = [c for c in hlo.collectives(program, run.mesh) if c.kind == "all-gather"]
     assert len(gathers) >= 9
     assert {c.trips % PARTS for c in gathers} == {0}

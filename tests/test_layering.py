@@ -30,7 +30,7 @@ ROWS = [
         "waiting",
     },
     {"collectives", "hlo", "reads", "watch", "compile_cache", "metrics_file", "distributed", "together"},
-    {"zero", "writer"},
+    {"zero", "writer", "traced"},
     {"use"},
     {"pullback"},
     {"prefetch"},
@@ -50,7 +50,7 @@ ROWS = [
     {"plan", "deepspeed"},
     {"train", "export", "generate"},
 ]
-PACKAGES = {"config", "data", "models"}  # their files import each other, not in circles
+PACKAGES = {"config", "data", "models", "plan"}  # their files import each other, not in circles
 ROW = {name: row for row, names in enumerate(ROWS) for name in names}
 # Everybody else takes explicit arguments.
 READ_SETTINGS = {
@@ -175,7 +175,11 @@ def asks_for_the_stage(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if module_of(p) not in ("zero", "config", "deepspeed")], ids=ids)
+# A plan sets what was read beside the published formulas, which are given by stage.
+ASK = ("zero", "config", "deepspeed", "plan")
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if module_of(p) not in ASK], ids=ids)
 def test_nothing_below_the_table_asks_for_the_stage(path):
     lines = sorted(set(asks_for_the_stage(TREES[path])))
     assert not lines, f"{ids(path)}: lines {lines} decide by the stage; ask the specs, or give the table a column"

@@ -9,7 +9,7 @@ other (`Config`), and of the whole against the devices (`resolve`).
 from jzero.config.errors import ConfigError
 from jzero.config.fields import show, values_of
 from jzero.config.files import read_yaml, to_yaml
-from jzero.config.loading import load, validate
+from jzero.config.loading import load, load_with, validate
 from jzero.config.schema import Config, profile_steps, resolve
 from jzero.config.sections import Comm, Data, Distributed, Log, MixtureSource, Model, Optim, Precision, Run, Zero
 
@@ -27,6 +27,7 @@ __all__ = [
     "Run",
     "Zero",
     "load",
+    "load_with",
     "profile_steps",
     "read_yaml",
     "resolve",

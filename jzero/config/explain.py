@@ -1,6 +1,7 @@
 """What is wrong with settings, in one line each, by the name that a file or a flag has for it."""
 
 import difflib
+from collections.abc import Sequence
 from typing import Any
 
 from jzero.config.fields import allowed, keys_of, show
@@ -34,13 +35,14 @@ def _explain_source(error: Any, where: str, name: str) -> str:
     return f"{where}: {name} = {show(error['input'])}: must be {allowed(fields[name])}"
 
 
-def unknown_key(key: str, flag: str = "") -> str:
+def unknown_key(key: str, flag: str = "", own: Sequence[str] = ()) -> str:
     """That there is no such key, and which one was perhaps meant.
 
     Args:
         flag: what stands before a key: "--" in a flag.
+        own: other flags that there are.
     """
-    names = [name for name, _ in keys_of(Config)] + (["config"] if flag else [])
+    names = [name for name, _ in keys_of(Config)] + (["config", *own] if flag else [])
     if key in names:
         return f"{key}: in a file, the keys of a section are nested under its name"
     # The right word may stand in the wrong section, or in none.

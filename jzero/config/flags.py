@@ -15,12 +15,13 @@ from jzero.config.files import StrictLoader
 from jzero.config.schema import Config
 
 
-def parse_flags(argv: Sequence[str], prog: str) -> dict[str, str]:
+def parse_flags(argv: Sequence[str], prog: str, own: argparse.ArgumentParser | None = None) -> dict[str, Any]:
     """Key -> text of the flags that are given.
 
     Args:
         argv: without the program's name.
         prog: how the program is called, for `--help`.
+        own: flags of the program beside the settings, by names that are no keys; made with `add_help=False`.
 
     Raises:
         ConfigError: a flag that is no key, or that has no value.
@@ -30,6 +31,7 @@ def parse_flags(argv: Sequence[str], prog: str) -> dict[str, str]:
         usage=f"{prog} [--config FILE.yaml] [--KEY VALUE ...]",
         description="Every key may stand in the YAML file or be a flag; flags win.",
         allow_abbrev=False,
+        parents=[own] if own else [],
     )
     parser.add_argument("--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="a file of settings")
     groups: dict[str, Any] = {"": parser}
@@ -46,7 +48,7 @@ def parse_flags(argv: Sequence[str], prog: str) -> dict[str, str]:
     if unknown:
         word = unknown[0]
         raise ConfigError(
-            unknown_key(word[2:].partition("=")[0], "--")
+            unknown_key(word[2:].partition("=")[0], "--", _names(own))
             if word.startswith("--")
             else f"{word!r}: a flag starts with --"
         )
@@ -69,6 +71,11 @@ def from_text(field: FieldInfo, text: str) -> Any:
     except yaml.YAMLError:
         return text
     return value if isinstance(value, (bool, int, float)) else text
+
+
+def _names(parser: argparse.ArgumentParser | None) -> list[str]:
+    """Of the flags of a parser."""
+    return [action.dest for action in parser._actions] if parser else []  # noqa: SLF001 (argparse has no other way)
 
 
 def _source_from_text(text: str) -> Any:

@@ -1,5 +1,6 @@
 """Settings out of a file, flags or a program, checked."""
 
+import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,13 +20,25 @@ def load(argv: Sequence[str], prog: str = "python -m jzero.train") -> Config:
     Raises:
         ConfigError: one line that names the key, the value and what is allowed.
     """
-    flags = parse_flags(argv, prog)
+    return load_with(argv, prog, None)[0]
+
+
+def load_with(argv: Sequence[str], prog: str, own: argparse.ArgumentParser | None) -> tuple[Config, dict[str, Any]]:
+    """The settings, and the values of those of the program's `own` flags that are given.
+
+    Args:
+        own: by names that are no keys of a Config; made with `add_help=False`, and with `SUPPRESS` for a default.
+
+    Raises:
+        ConfigError: one line that names the key, the value and what is allowed.
+    """
+    flags = parse_flags(argv, prog, own)
     path = flags.pop("config", None)
     values = {} if path is None else read_yaml(path)
     fields = dict(keys_of(Config))
-    for key, text in flags.items():
-        _put(values, key, from_text(fields[key], text))
-    return validate(values)
+    for key in [key for key in flags if key in fields]:
+        _put(values, key, from_text(fields[key], flags.pop(key)))
+    return validate(values), flags
 
 
 def validate(values: Mapping[str, Any]) -> Config:

@@ -1,0 +1,80 @@
+"""The plan of a run: what a step of it holds, sends and takes, read off its compiled program before anything runs."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+
+import jzero
+from jzero import hlo, targets
+from jzero.plan.memory import Memory, memory_of, stage_of
+from jzero.plan.traffic import Traffic, traffic_of
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step costs on one device.
+
+    Attributes:
+        device: what the device calls itself.
+        absent: the program was compiled for devices that are not here.
+        mesh: axis -> size.
+        stage: whose specs the run has.
+        parameters: how many numbers, frozen ones included.
+        rows: of a batch, over the whole mesh; micro_batches: forward-backward passes they are split into.
+        capacity_bytes: memory of one device; None where nobody tells.
+        memory, traffic: of one device.
+        notes: what a user should know of how the model runs, and what is assumed here.
+    """
+
+    device: str
+    absent: bool
+    mesh: dict[str, int]
+    stage: int
+    parameters: int
+    rows: int
+    micro_batches: int
+    capacity_bytes: int | None
+    memory: Memory
+    traffic: Traffic
+    notes: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """How many the mesh has."""
+        return math.prod(self.mesh.values())
+
+    def missing_bytes(self, margin: float) -> int:
+        """What a device lacks for the peak when a part `margin` of its memory stays free; negative where it fits."""
+        capacity = self.memory.peak_bytes if self.capacity_bytes is None else self.capacity_bytes * (1 - margin)
+        return round(self.memory.peak_bytes - capacity)
+
+
+def of(run: jzero.Run, gpu: targets.Gpu | None = None, capacity_bytes: int | None = None) -> Plan:
+    """The plan of a run: compiles its step, and runs nothing.
+
+    Args:
+        run: from `jzero.setup`; on a mesh of `targets.gpu_devices`, the GPUs need not be here.
+        gpu: the description of those, for their memory and rates; None for devices that are here.
+        capacity_bytes: memory of one device, where it is not that of `gpu`.
+
+    Raises:
+        HloError: the program cannot be read to the byte; the message names the instruction.
+    """
+    program = run.lower()["step"].compile(compiler_options=targets.COMPILER_OPTIONS if gpu else None)
+    per_host = gpu.devices_per_host if gpu else jax.local_device_count()
+    stage = stage_of(run)
+    ledger = hlo.collectives(program, run.mesh)
+    return Plan(
+        device=gpu.name if gpu else run.mesh.devices.flat[0].device_kind,
+        absent=gpu is not None,
+        mesh=dict(run.mesh.shape),
+        stage=stage,
+        parameters=run.parameters,
+        rows=jax.tree.leaves(run.abstract_batch)[0].shape[0],
+        micro_batches=run.micro_batches,
+        capacity_bytes=capacity_bytes or (gpu.memory_bytes if gpu else None),
+        memory=memory_of(run, program, per_host),
+        traffic=traffic_of(run, ledger, stage, per_host),
+        notes=run.notes,
+    )

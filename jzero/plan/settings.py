@@ -1,0 +1,89 @@
+"""What the command line asks a plan of: settings of a run, each with the devices it is for."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+import jzero
+from jzero import mesh, targets, watch
+from jzero.build import make_run
+from jzero.config import Config, ConfigError, resolve
+from jzero.plan.report import Plan, of
+
+HERE, CPU = "here", "cpu"
+FAKE_DEVICES = 8
+
+
+def fixed_by_environment() -> bool:
+    """Whether the number of CPU devices is already said."""
+    return (
+        "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in os.environ
+    )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run to plan.
+
+    Attributes:
+        config: resolved.
+        gpu: what it is for; None for devices that are here.
+    """
+
+    config: Config
+    gpu: targets.Gpu | None
+
+
+def devices_of(sizes: Mapping[str, int], given: int | None, here: int) -> int:
+    """How many devices a mesh is for: its product, or what is given, or what is here where an axis is left open.
+
+    Args:
+        sizes: axes as written.
+        given: by the user.
+        here: where neither says.
+    """
+    if -1 in sizes.values() or not sizes:
+        return given or here
+    return given or math.prod(sizes.values())
+
+
+def setting_of(config: Config, gpu: targets.Gpu | None, devices: int | None = None) -> Setting:
+    """`config` resolved for its target.
+
+    A batch that is not named is one microbatch of one row for every data-parallel device.
+
+    Raises:
+        ConfigError: settings that do not fit each other or the devices.
+    """
+    sizes = mesh.parse(config.mesh)
+    count = devices_of(sizes, devices, gpu.devices_per_host if gpu else jax.device_count())
+    if gpu is None and count > jax.device_count():
+        raise ConfigError(f"mesh = {config.mesh}: needs {count} devices, and here are {jax.device_count()}")
+    per_host = gpu.devices_per_host if gpu else count
+    try:
+        full = mesh.sizes_on(sizes, count)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if "batch_size" not in config.model_fields_set:
+        rows = (config.micro_batch or 1) * full[mesh.NODE] * full[mesh.DP]
+        config = config.model_copy(update={"batch_size": rows})
+    hosts = [str(i // per_host) for i in range(count)]
+    return Setting(resolve(config, count, "cuda" if gpu else jax.default_backend(), hosts), gpu)
+
+
+def plan_of(setting: Setting) -> Plan:
+    """Compiles the setting's step and reads it.
+
+    Raises:
+        ConfigError: settings that the model refuses.
+        TargetError: the devices cannot be described, or nothing is there to compile for them with.
+    """
+    config, gpu = setting.config, setting.gpu
+    count = math.prod(mesh.parse(config.mesh).values())
+    devices: Sequence[Any] = list(targets.gpu_devices(gpu, count)) if gpu else jax.devices()[:count]
+    run = make_run(config, jzero.make_mesh(config.mesh, devices))
+    return of(run, gpu, None if gpu else watch.memory_limit())

@@ -1,0 +1,136 @@
+"""A plan in words and numbers for a terminal: bytes of one device, in 10^9 (GB) or 10^6 (MB)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jzero.plan.memory import Part
+from jzero.plan.report import Plan
+from jzero.plan.traffic import Traffic
+
+
+def describe(plan: Plan, margin: float = 0.0) -> str:
+    """All that a plan says.
+
+    Args:
+        margin: part of a device's memory that is to stay free.
+    """
+    unit = Unit.of(plan)
+    sections = [_head(plan, unit), _memory(plan, margin, unit), _traffic(plan, unit)]
+    return "\n\n".join([*sections, *([_notes(plan)] if plan.notes else [])])
+
+
+@dataclass(frozen=True)
+class Unit:
+    """In which sizes are shown: one unit for all of a plan."""
+
+    name: str
+    nbytes: float
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Unit":
+        """MB for what is small, GB else."""
+        return cls("MB", 1e6) if plan.memory.peak_bytes < 1e9 else cls("GB", 1e9)
+
+    def show(self, nbytes: float) -> str:
+        """The number, without the unit, with three digits or those before the point."""
+        size = nbytes / self.nbytes
+        return (
+            f"{size:,.0f}"
+            if abs(size) >= 1000
+            else f"{size:.2f}"
+            if abs(size) >= 0.1
+            else f"{size:.2g}"
+            if size
+            else "0"
+        )
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as columns, the first to the left and the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))) for r in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _head(plan: Plan, unit: Unit) -> str:
+    mesh = ",".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    where = "not here, compiled for" if plan.absent else "here"
+    parts = f"{plan.micro_batches} microbatches" if plan.micro_batches > 1 else "one microbatch"
+    power = {"MB": 6, "GB": 9}[unit.name]
+    return (
+        f"{plan.parameters:,} parameters, stage {plan.stage} on mesh {mesh}: {plan.devices} x {plan.device} ({where})\n"
+        f"{plan.rows} sequences a step, in {parts}; numbers are of one device, {unit.name} are 10^{power} bytes"
+    )
+
+
+def _memory(plan: Plan, margin: float, unit: Unit) -> str:
+    memory, show = plan.memory, unit.show
+    rows = [("memory", unit.name, "paper's formula", "")]
+    rows += [
+        (f"  {part.name}", show(part.nbytes), show(part.formula_bytes) if part.formula_bytes else "", part.why)
+        for part in memory.parts
+        if _is_shown(part, plan)
+    ]
+    rows.append(("  model states, all of these", show(memory.states_bytes), show(memory.formula_bytes), ""))
+    rows.append(("at rest", show(memory.at_rest_bytes), "", "exact, from the specs; gradients live during a step"))
+    rows.append(("temporaries", show(memory.temp_bytes), "", "by the compiler, gradients among them"))
+    if memory.activations_bytes:
+        rows.append(("  activations", show(memory.activations_bytes), "", "kept by forward for backward"))
+    if memory.gathered_bytes:
+        rows.append(("  gathered parameters", show(memory.gathered_bytes), "", "the most at a time"))
+    rows.append(("peak", show(memory.peak_bytes), "", _fit(plan, margin, unit)))
+    lines = table([row[:3] for row in rows]).split("\n")
+    return "\n".join(f"{line}  {row[3]}".rstrip() for line, row in zip(lines, rows, strict=True))
+
+
+def _fit(plan: Plan, margin: float, unit: Unit) -> str:
+    if plan.capacity_bytes is None:
+        return ""
+    missing = plan.missing_bytes(margin)
+    kept = f", of which {margin:.0%} stay free" if margin else ""
+    verdict = (
+        f"{unit.show(missing)} {unit.name} too much for" if missing > 0 else f"fits, {unit.show(-missing)} left of"
+    )
+    return f"{verdict} {unit.show(plan.capacity_bytes)}{kept}"
+
+
+def _traffic(plan: Plan, unit: Unit) -> str:
+    traffic, show = plan.traffic, unit.show
+    if not traffic.sent:
+        return "traffic of a step: none, there is one device"
+    rows = [("traffic of a step", "link", "dtype", f"message {unit.name}", f"wire {unit.name}")]
+    for sent in traffic.sent:
+        if sent.message_bytes > 1e-6 * plan.memory.peak_bytes:
+            name = f"  {sent.kind} over {'+'.join(sent.axes)}"
+            rows.append((name, sent.link, sent.dtype, show(sent.message_bytes), show(sent.wire_bytes)))
+    lines = [table(rows), "  message: full tensors; wire: what one device sends with a ring"]
+    if traffic.formula_elements:
+        per_element = traffic.zero_wire_bytes / traffic.formula_elements
+        lines.append(
+            f"  ZeRO: {show(traffic.zero_wire_bytes)} {unit.name} on the wire, {per_element:.2f} bytes for each of the "
+            f"{traffic.formula} x (N-1)/N elements of the closed form; tensor parallelism: "
+            f"{show(traffic.tp_wire_bytes)}"
+        )
+    return "\n".join([*lines, *_not_as_written(traffic, unit)])
+
+
+def _not_as_written(traffic: Traffic, unit: Unit) -> list[str]:
+    """Where the compiler sends other tensors than jzero wrote."""
+    return [
+        f"  {sent.kind} over {'+'.join(sent.axes)} ({sent.dtype}): written are {unit.show(sent.written_bytes)} "
+        f"{unit.name}, the compiler has made {unit.show(sent.message_bytes)} of it"
+        for sent in traffic.sent
+        if sent.written_bytes is not None
+        and abs(sent.written_bytes - sent.message_bytes) > 0.001 * sent.message_bytes
+        and sent.kind != "all-reduce"
+    ]
+
+
+def _notes(plan: Plan) -> str:
+    return "\n".join(f"note: {note}" for note in plan.notes)
+
+
+def _is_shown(part: Part, plan: Plan) -> bool:
+    return max(part.nbytes, part.formula_bytes) > 1e-6 * plan.memory.peak_bytes

@@ -1,0 +1,117 @@
+"""What one device sends in a step: as jzero writes it, as the compiled program has it, and as the formulas say.
+
+Two conventions are in use, and mixed up everywhere; each number here says which it follows.  `message_bytes` counts
+full tensors, as tutorials do.  `wire_bytes` is what one device sends with a ring: (N-1)/N of the message for a gather
+or scatter, 2(N-1)/N for an all-reduce.  In wire elements the stages send 2Ψ, 2Ψ, (M+1)Ψ and 3MΨ with M microbatches
+(Rajbhandari et al. 2020, section 7), times (N-1)/N; in bytes that depends on the dtype of each collective.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import jzero
+from jzero import hlo, traced
+from jzero.hlo import Collective
+from jzero.mesh import DATA_AXES, TP, data_size
+
+IN_HOST, BETWEEN_HOSTS = "in a host", "between hosts"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """All collectives of one kind, over the same axes, in one dtype, in one step.
+
+    Attributes:
+        kind, axes, dtype: as of `hlo.Collective`.
+        link: "in a host" or "between hosts": the slowest that a group of devices lies across.
+        message_bytes: full tensors.
+        wire_bytes: what one device sends.
+        written_bytes: message bytes that jzero writes; None where the compiler decides, for tensor parallelism.  Of
+            gathers and reduce-scatters all is written; to all-reduces the compiler adds a scalar per leaf, for the
+            gradient norm.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    link: str
+    message_bytes: int
+    wire_bytes: int
+    written_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One device's traffic in a step.
+
+    Attributes:
+        sent: by kind, axes and dtype.
+        zero_wire_bytes: of those over data-parallel axes.
+        tp_wire_bytes: of the others.
+        formula_elements: wire elements of the closed form, (N-1)/N left in; per tp slice.
+        formula: that form, in words.
+    """
+
+    sent: tuple[Sent, ...]
+    zero_wire_bytes: int
+    tp_wire_bytes: int
+    formula_elements: float
+    formula: str
+
+    def wire_bytes(self, link: str) -> int:
+        """Over one kind of link."""
+        return sum(sent.wire_bytes for sent in self.sent if sent.link == link)
+
+
+def traffic_of(run: jzero.Run, ledger: Iterable[Collective], stage: int, devices_per_host: int) -> Traffic:
+    """What a step of `run` sends.
+
+    Args:
+        ledger: of the compiled step.
+        stage: whose closed form stands beside it.
+        devices_per_host: devices fill hosts in the order of the mesh.
+    """
+    messages = hlo.traffic(found := list(ledger))
+    written = hlo.traffic(traced.collectives(run.trace()["step"], run.mesh))
+    wires: dict[Any, int] = {}
+    for c in found:
+        key = c.kind, c.axes, c.dtype
+        wires[key] = wires.get(key, 0) + c.wire_bytes
+    sent = tuple(
+        Sent(
+            kind,
+            axes,
+            dtype,
+            link_of(run.mesh, axes, devices_per_host),
+            messages.get((kind, axes, dtype), 0),
+            wires.get((kind, axes, dtype), 0),
+            written.get((kind, axes, dtype), 0) if set(axes) <= set(DATA_AXES) else None,
+        )
+        for kind, axes, dtype in sorted(messages.keys() | written.keys())
+    )
+    zero = sum(s.wire_bytes for s in sent if TP not in s.axes)
+    elements, formula = _closed_form(run, stage)
+    return Traffic(sent, zero, sum(s.wire_bytes for s in sent) - zero, elements, formula)
+
+
+def link_of(mesh: Mesh, axes: tuple[str, ...], devices_per_host: int) -> str:
+    """The slowest link between the devices of one group over `axes`.
+
+    Args:
+        devices_per_host: devices fill hosts in the order of the flattened mesh.
+    """
+    host = np.arange(mesh.size).reshape(tuple(mesh.shape.values())) // devices_per_host
+    moved = [mesh.axis_names.index(axis) for axis in axes]
+    return BETWEEN_HOSTS if (host.max(axis=tuple(moved)) != host.min(axis=tuple(moved))).any() else IN_HOST
+
+
+def _closed_form(run: jzero.Run, stage: int) -> tuple[float, str]:
+    psi = sum(x.size for x in jax.tree.leaves(run.abstract_state.params)) / run.mesh.shape[TP]
+    n, parts = data_size(run.mesh), run.micro_batches
+    times = {0: 2, 1: 2, 2: parts + 1, 3: 3 * parts}[stage]
+    return times * psi * (n - 1) / n, f"{times}Ψ" + (f" (M = {parts})" if stage >= 2 and parts > 1 else "")
