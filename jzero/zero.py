@@ -53,6 +53,17 @@ STAGES = {
 }
 
 
+def stage_row(stage: int) -> Stage:
+    """The row of the table.
+
+    Raises:
+        ShardingError: there is no such stage.
+    """
+    if stage not in STAGES:
+        raise ShardingError(f"stage {stage!r} is not one of {', '.join(map(str, STAGES))}")
+    return STAGES[stage]
+
+
 @dataclass(frozen=True)
 class Zero:
     """What a run may say about sharding beyond its stage.
@@ -181,7 +192,7 @@ def layout(
         reduce_dtype: in which gradients cross the network.
         grads_dtype: in which they are accumulated.
     """
-    row, axes = STAGES[stage], zero.ordered_axes(mesh)
+    row, axes = stage_row(stage), zero.ordered_axes(mesh)
     shards = math.prod(mesh.shape[axis] for axis in axes)
     wants = row.opt_state and shards > 1
     reason = _reason_to_stay_whole(leaf, zero, axes, shards) if wants else None
@@ -228,9 +239,7 @@ def layouts(
         ShardingError: an unknown stage, axes of one device where there are more, or a `zero.replicate` pattern that no
             leaf matches.
     """
-    if stage not in STAGES:
-        raise ShardingError(f"stage {stage!r} is not one of {', '.join(map(str, STAGES))}")
-    if STAGES[stage].opt_state and not zero.ordered_axes(mesh) and data_size(mesh) > 1:
+    if stage_row(stage).opt_state and not zero.ordered_axes(mesh) and data_size(mesh) > 1:
         sizes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in DATA_AXES)
         raise ShardingError(
             f"zero.axes {zero.axes} on a mesh of {sizes}: stage {stage} would shard over one device; "

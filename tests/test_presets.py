@@ -8,7 +8,7 @@ from flax import nnx
 
 from jzero.models.decoder import Decoder
 from jzero.models.decoder_config import DecoderConfig
-from jzero.models.flops import flops_per_token, matmul_parameters, parameter_count
+from jzero.models.flops import flops_per_token, largest_module, matmul_parameters, parameter_count
 from jzero.models.presets import PRESETS, RUN_FIELDS, preset_fields
 
 # Elements of the published weights (buffers left out; a tied head counts once); tiny is the default run's.
@@ -57,6 +57,19 @@ def test_the_formula_counts_every_variant(norm: str, biases: str, mlp: str) -> N
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) == parameter_count(
         config
     )
+
+
+@pytest.mark.parametrize("sizes", [{}, {"vocab": 7}, {"vocab": 7, "learned_positions": 90}, {"vocab": 7, "heads": 8}])
+@pytest.mark.parametrize("biases", ["none", "qkv", "all"])
+def test_the_largest_module_is_the_models(biases: str, sizes: dict) -> None:
+    config = DecoderConfig(**{"width": 16, "layers": 1, "heads": 4, "kv_heads": 2, "mlp_width": 24, "vocab": 61,
+                              "head_dim": 6, "biases": biases, **sizes})  # fmt: skip
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    held = {}
+    for (*path, _), leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        stacked = 1 if "layers" in path else 0
+        held[tuple(path)] = held.get(tuple(path), 0) + math.prod(leaf.shape[stacked:])
+    assert largest_module(config) == max(held.values())
 
 
 def test_flops_are_six_per_matmul_parameter_and_attention_by_palms_convention() -> None:

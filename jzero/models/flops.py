@@ -23,6 +23,23 @@ def parameter_count(config: DecoderConfig) -> int:
     return tables * config.width + config.layers * per_layer + norm
 
 
+def largest_module(config: DecoderConfig) -> int:
+    """Parameters of the one module that itself holds most: a table or a linear layer, bias included.
+
+    What DeepSpeed's estimators call the largest layer.
+    """
+    heads, kv_heads = config.heads * config.head_size, config.kv_heads * config.head_size
+    attention, everywhere = config.biases != "none", config.biases == "all"
+    linear = [
+        (config.width + attention) * heads,
+        (config.width + attention) * kv_heads,
+        (heads + everywhere) * config.width,
+        (config.width + everywhere) * config.mlp_width,
+        (config.mlp_width + everywhere) * config.width,
+    ]
+    return max(*linear, max(config.vocab, config.learned_positions or 0) * config.width)
+
+
 def flops_per_token(config: DecoderConfig, seq_len: int) -> float:
     """Model FLOPs of one trained token, forward and backward, at rows of `seq_len` tokens.
 

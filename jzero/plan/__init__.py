@@ -1,7 +1,7 @@
 """What a run will hold, send and take, before it runs: read off its compiled program, for GPUs that need not be here.
 
     run = jzero.setup(model_fn, loss_fn, tx, jzero.make_mesh("dp=8", targets.gpu_devices("h100", 8)), batch)
-    plan = jzero.plan.of(run, targets.gpu("h100"))
+    plan = jzero.plan.of(run, targets.parse("h100"))
     print(jzero.plan.text.describe(plan))
 
 `python -m jzero.plan` does this for the built-in decoder, with the flags of `jzero.train`.

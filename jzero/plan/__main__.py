@@ -2,7 +2,8 @@
 
     python -m jzero.plan --target h100 --mesh node=8,dp=8 --model.preset llama-2-7b --data.seq_len 4096
 
-Nothing runs and no array is made; a GPU that is named need not be here.  Exit status: 0, or 2 where the input is wrong.
+Nothing runs and no array is made; a GPU that is named need not be here.  With `--formula paper | deepspeed` nothing is
+compiled either: closed formulas answer (`--formula paper --help`).  Exit status: 0, or 2 where the input is wrong.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import pydantic
 
 from jzero import mesh, targets
 from jzero.config import Config, ConfigError, load_with
-from jzero.plan import Plan, text
+from jzero.plan import Plan, formula_command, text
 from jzero.plan.settings import CPU, FAKE_DEVICES, HERE, devices_of, fixed_by_environment, plan_of, setting_of
 
 PROG = "python -m jzero.plan"
@@ -24,9 +25,12 @@ PROG = "python -m jzero.plan"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Plans as `argv` says and returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        config, own = load_with(sys.argv[1:] if argv is None else argv, PROG, flags())
-        print(planned(config, own))
+        if formula_command.is_asked(argv):
+            print(formula_command.answer(argv))
+        else:
+            print(planned(*load_with(argv, PROG, flags())))
     except (ConfigError, targets.TargetError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -41,6 +45,9 @@ def flags() -> argparse.ArgumentParser:
     group.add_argument("--target", help=f"{HERE} (default), {CPU} (fake devices), {known}, or h100:memory_gb=94,...")
     group.add_argument("--devices", type=_count, help="how many, where the mesh leaves an axis open; default: one host")
     group.add_argument("--margin", type=_part, help="part of a device's memory that is to stay free (default 0.1)")
+    group.add_argument(
+        formula_command.FLAG, metavar="paper|deepspeed", help="closed formulas instead; see --formula paper --help"
+    )
     group.add_argument("--json", action="store_true", help="the whole plan as JSON")
     return own
 
