@@ -80,7 +80,7 @@ def make_run(config: Config, mesh: jax.sharding.Mesh) -> jzero.Run:
             functools.partial(make_optimizer, config),
             mesh,
             data.shapes(config.batch_size, config.data.seq_len, config.data.packing),
-            stage=config.stage,
+            stage=config.chosen_stage,
             micro_batches=config.batch_size // ((config.micro_batch or 1) * meshes.data_size(mesh)),
             clip_norm=config.optim.clip_norm,
             precision=jzero.Precision(params=dtype, grads=precision.grads, reduce=precision.reduce),

@@ -23,6 +23,7 @@ from jzero.description import describe
 from jzero.journal import Journal, RunError
 from jzero.loop import IN_FLIGHT, Loop, fit
 from jzero.models.flops import flops_per_token
+from jzero.plan.auto import settled
 from jzero.resume import Saves, begin, fingerprints
 from jzero.run_dir import CHECKPOINTS, check_run_dir, session, write_config
 from jzero.stop import Interrupted, Stop
@@ -83,6 +84,7 @@ def train(config: Config, stop: Stop) -> int:
     # Settings, data and the run: three specs per parameter, one compiled step.  Nothing is written yet, and what one
     # process cannot do ends all of them.
     with together.agreed(BAD_INPUT):
+        config, choice = settled(config, devices, hosts)
         config = resolve(config, len(devices), jax.default_backend(), hosts)
         check_run_dir(config.run.dir, config.checkpoint.resume)
         compile_cache.directory(config.run.cache_dir)
@@ -90,6 +92,8 @@ def train(config: Config, stop: Stop) -> int:
             parts = open_data(config)
         run = make_run(config, jzero.make_mesh(config.mesh, devices))
         check_memory(run)
+    if choice and together.is_first():
+        print("\n".join(["stage = auto:", *(f"  {line}" for line in choice)]))
     sources = fingerprints(parts)
     together.same_everywhere({"jax": jax.__version__, **dict(values_of(config)), "data": sources})
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Annotated, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -37,8 +37,10 @@ _MIXTURE_TOLERANCE = 1e-6  # thirds are written with a few digits
 class Config(Section):
     """All settings of a run."""
 
-    stage: int = Field(
-        3, ge=0, le=3, description="ZeRO: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too"
+    stage: Literal[0, 1, 2, 3, "auto"] = Field(
+        3,
+        description="ZeRO: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too; auto: the cheapest "
+        "setting of stage, micro_batch, zero.regather and model.remat that fits the devices",
     )
     mesh: str = Field("dp=-1", description="axis sizes such as node=2,dp=4,tp=2; -1 is what is left")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="of parameters, dropout and data order")
@@ -57,6 +59,25 @@ class Config(Section):
     distributed: Distributed = Field(default_factory=Distributed.defaults)
     log: Log = Field(default_factory=Log.defaults)
     run: Run = Field(default_factory=Run.defaults)
+
+    @pydantic.field_validator("stage", mode="before")
+    @classmethod
+    def _no_boolean(cls, value: Any) -> Any:
+        """To Python, true is 1."""
+        if isinstance(value, bool):
+            raise ValueError(f"stage = {str(value).lower()}: must be one of 0, 1, 2, 3, auto")
+        return value
+
+    @property
+    def chosen_stage(self) -> int:
+        """The stage, which is no longer `auto`.
+
+        Raises:
+            ConfigError: it is.
+        """
+        if self.stage == "auto":
+            raise ConfigError("stage = auto: is for jzero.train and jzero.plan, which choose one")
+        return self.stage
 
     @pydantic.model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -1,24 +1,37 @@
 """What a run would hold, send and take: `python -m jzero.plan`, with the flags of `jzero.train` and a target.
 
     python -m jzero.plan --target h100 --mesh node=8,dp=8 --model.preset llama-2-7b --data.seq_len 4096
+    python -m jzero.plan --target h100 --model.preset llama-2-7b --stages 0,1,2,3 --remats none,full
+    python -m jzero.plan --target l40s --model.preset llama-2-7b --stage auto
 
 Nothing runs and no array is made; a GPU that is named need not be here.  With `--formula paper | deepspeed` nothing is
-compiled either: closed formulas answer (`--formula paper --help`).  Exit status: 0, or 2 where the input is wrong.
+compiled either: closed formulas answer (`--formula paper --help`).  Exit status: 0; 1, a compiler has failed; 2,
+the input was wrong or nothing fits.
 """
 
-import argparse
-import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import pydantic
+from tqdm import tqdm
 
-from jzero import mesh, targets
+from jzero import compile_cache, mesh, targets
 from jzero.config import Config, ConfigError, load_with
-from jzero.plan import Plan, formula_command, text
-from jzero.plan.settings import CPU, FAKE_DEVICES, HERE, devices_of, fixed_by_environment, plan_of, setting_of
+from jzero.plan import Plan, auto, formula_command, kept, text
+from jzero.plan.flags import SWEEPS, flags
+from jzero.plan.settings import (
+    CPU,
+    FAKE_DEVICES,
+    HERE,
+    combinations,
+    device_count,
+    devices_of,
+    fixed_by_environment,
+    setting_of,
+)
+from jzero.plan.sweep import PlanError, plans
 
 PROG = "python -m jzero.plan"
 
@@ -30,72 +43,88 @@ def main(argv: Sequence[str] | None = None) -> int:
         if formula_command.is_asked(argv):
             print(formula_command.answer(argv))
         else:
-            print(planned(*load_with(argv, PROG, flags())))
-    except (ConfigError, targets.TargetError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+            print(answer(*load_with(argv, PROG, flags())))
+    except (ConfigError, targets.TargetError, compile_cache.CacheError) as error:
+        return _failed(error, 2)
+    except PlanError as error:
+        return _failed(error, 1)
     return 0
 
 
-def flags() -> argparse.ArgumentParser:
-    """What may be said of a plan beside the settings of the run."""
-    own = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    group = own.add_argument_group("plan")
-    known = ", ".join(targets.GPUS)
-    group.add_argument("--target", help=f"{HERE} (default), {CPU} (fake devices), {known}, or h100:memory_gb=94,...")
-    group.add_argument("--devices", type=_count, help="how many, where the mesh leaves an axis open; default: one host")
-    group.add_argument("--margin", type=_part, help="part of a device's memory that is to stay free (default 0.1)")
-    group.add_argument(
-        formula_command.FLAG, metavar="paper|deepspeed", help="closed formulas instead; see --formula paper --help"
-    )
-    group.add_argument("--json", action="store_true", help="the whole plan as JSON")
-    return own
+def _failed(error: Exception, status: int) -> int:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, at least 1")
-    return int(text)
-
-
-def _part(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number from 0 to below 1")
-    return value
-
-
-def planned(config: Config, own: dict[str, Any]) -> str:
-    """The answer, as it is printed.
+def answer(config: Config, own: dict[str, Any]) -> str:
+    """What is printed.
 
     Raises:
-        ConfigError: settings that cannot be.
+        ConfigError: settings that cannot be, or of which none fits.
         TargetError: an unknown target, or nothing to compile for it with.
+        CacheError: plans cannot be kept where they should.
+        PlanError: a compiler has ended its process.
     """
-    gpu = start_devices(own.get("target", HERE), config, own.get("devices"))
-    plan = plan_of(setting_of(config, gpu, own.get("devices")))
+    swept = {key: own[key] for key in SWEEPS if key in own}
+    configs = combinations(config, **swept)
+    gpu = start_devices(own.get("target", HERE), configs, own.get("devices"))
+    margin, store = own.get("margin", auto.MARGIN), kept.Kept(kept.directory(config.run.cache_dir))
+
+    def made(some: Sequence[Config]) -> list[Plan]:
+        settings = [setting_of(each, gpu, own.get("devices")) for each in some]
+        with tqdm(total=len(settings), desc="compiling", unit="plan", disable=len(settings) == 1, leave=False) as bar:
+            return _whole(plans(settings, store, bar.update))
+
+    chosen = [_chosen(each, device_count(each, gpu, own.get("devices")), made, margin) for each in configs]
+    lines, found = [line for said, _ in chosen for line in said], made([each for _, each in chosen])
     if own.get("json"):
-        return pydantic.TypeAdapter(Plan).dump_json(plan, indent=1).decode()
-    return text.describe(plan, own.get("margin", 0.1))
+        many = pydantic.TypeAdapter(list[Plan] if swept else Plan)
+        return many.dump_json(found if swept else found[0], indent=1).decode()  # pyright: ignore[reportArgumentType]
+    if swept:
+        return "\n".join([*lines, text.compare(found, margin)])
+    return "\n".join([*lines, text.describe(found[0], margin)])
 
 
-def start_devices(target: str, config: Config, devices: int | None) -> targets.Gpu | None:
-    """The GPU that is named, None for devices that are here; starts as many fake ones as are asked for.
+def _chosen(
+    config: Config, count: int, made: Callable[[Sequence[Config]], list[Plan]], margin: float
+) -> tuple[tuple[str, ...], Config]:
+    if config.stage != "auto":
+        return (), config
+    choice = auto.choose(config, count, made, margin)
+    return choice.lines, choice.config
+
+
+def _whole(results: Sequence[Any]) -> list[Plan]:
+    """Plans alone.
+
+    Raises:
+        ConfigError, TargetError: the first of `results` that is one.
+    """
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return list(results)
+
+
+def start_devices(target: str, configs: Sequence[Config], devices: int | None) -> targets.Gpu | None:
+    """The GPU that is named, None for devices that are here; starts as many fake ones as the meshes ask for.
 
     Raises:
         TargetError: no such target.
     """
     if target != HERE:
         jax.config.update("jax_platforms", "cpu")  # a GPU that is here is left alone
-    if target in (HERE, CPU):
-        count = devices_of(mesh.parse(config.mesh), devices, FAKE_DEVICES)
-        if not fixed_by_environment():
-            jax.config.update("jax_num_cpu_devices", count)
-        return None
-    return targets.parse(target)
+    if target not in (HERE, CPU):
+        return targets.parse(target)
+    if not fixed_by_environment():
+        try:
+            counts = [devices_of(mesh.parse(config.mesh), devices, FAKE_DEVICES) for config in configs]
+            jax.config.update("jax_num_cpu_devices", max(counts))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        except RuntimeError:  # JAX has started its backends: in a program of one's own
+            pass
+    return None
 
 
 if __name__ == "__main__":

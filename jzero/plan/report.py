@@ -1,7 +1,8 @@
 """The plan of a run: what a step of it holds, sends and takes, read off its compiled program before anything runs."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import jax
 
@@ -25,6 +26,7 @@ class Plan:
         capacity_bytes: memory of one device; None where nobody tells.
         memory, traffic: of one device.
         notes: what a user should know of how the model runs, and what is assumed here.
+        label: what its settings say that the run does not know, such as {"remat": "full"}.
     """
 
     device: str
@@ -38,6 +40,7 @@ class Plan:
     memory: Memory
     traffic: Traffic
     notes: tuple[str, ...] = ()
+    label: dict[str, str] = field(default_factory=dict)
 
     @property
     def devices(self) -> int:
@@ -50,13 +53,20 @@ class Plan:
         return round(self.memory.peak_bytes - capacity)
 
 
-def of(run: jzero.Run, gpu: targets.Gpu | None = None, capacity_bytes: int | None = None) -> Plan:
+def of(
+    run: jzero.Run,
+    gpu: targets.Gpu | None = None,
+    *,
+    capacity_bytes: int | None = None,
+    label: Mapping[str, str] | None = None,
+) -> Plan:
     """The plan of a run: compiles its step, and runs nothing.
 
     Args:
         run: from `jzero.setup`; on a mesh of `targets.gpu_devices`, the GPUs need not be here.
         gpu: the description of those, for their memory and rates; None for devices that are here.
         capacity_bytes: memory of one device, where it is not that of `gpu`.
+        label: what a table is to say of it.
 
     Raises:
         HloError: the program cannot be read to the byte; the message names the instruction.
@@ -77,4 +87,5 @@ def of(run: jzero.Run, gpu: targets.Gpu | None = None, capacity_bytes: int | Non
         memory=memory_of(run, program, per_host),
         traffic=traffic_of(run, ledger, stage, per_host),
         notes=run.notes,
+        label=dict(label or {}),
     )

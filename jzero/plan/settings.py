@@ -1,5 +1,6 @@
 """What the command line asks a plan of: settings of a run, each with the devices it is for."""
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,11 @@ class Setting:
     config: Config
     gpu: targets.Gpu | None
 
+    @property
+    def devices_here(self) -> str | None:
+        """What the devices that are here call themselves; None where the setting is for others."""
+        return None if self.gpu else jax.devices()[0].device_kind
+
 
 def devices_of(sizes: Mapping[str, int], given: int | None, here: int) -> int:
     """How many devices a mesh is for: its product, or what is given, or what is here where an axis is left open.
@@ -51,6 +57,24 @@ def devices_of(sizes: Mapping[str, int], given: int | None, here: int) -> int:
     return given or math.prod(sizes.values())
 
 
+def combinations(
+    config: Config,
+    stages: Sequence[int] = (),
+    meshes: Sequence[str] = (),
+    micro_batches: Sequence[int] = (),
+    remats: Sequence[str] = (),
+) -> list[Config]:
+    """`config` with every combination of what is given; what is not given stays as it is."""
+    axes = {"mesh": meshes, "remat": remats, "micro_batch": micro_batches, "stage": stages}
+    named = {key: values for key, values in axes.items() if values}
+    return [_changed(config, dict(zip(named, values, strict=True))) for values in itertools.product(*named.values())]
+
+
+def _changed(config: Config, changes: dict[str, Any]) -> Config:
+    remat = changes.pop("remat", config.model.remat)
+    return config.model_copy(update={**changes, "model": config.model.model_copy(update={"remat": remat})})
+
+
 def setting_of(config: Config, gpu: targets.Gpu | None, devices: int | None = None) -> Setting:
     """`config` resolved for its target.
 
@@ -59,13 +83,10 @@ def setting_of(config: Config, gpu: targets.Gpu | None, devices: int | None = No
     Raises:
         ConfigError: settings that do not fit each other or the devices.
     """
-    sizes = mesh.parse(config.mesh)
-    count = devices_of(sizes, devices, gpu.devices_per_host if gpu else jax.device_count())
-    if gpu is None and count > jax.device_count():
-        raise ConfigError(f"mesh = {config.mesh}: needs {count} devices, and here are {jax.device_count()}")
+    count = device_count(config, gpu, devices)
     per_host = gpu.devices_per_host if gpu else count
     try:
-        full = mesh.sizes_on(sizes, count)
+        full = mesh.sizes_on(mesh.parse(config.mesh), count)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if "batch_size" not in config.model_fields_set:
@@ -73,6 +94,22 @@ def setting_of(config: Config, gpu: targets.Gpu | None, devices: int | None = No
         config = config.model_copy(update={"batch_size": rows})
     hosts = [str(i // per_host) for i in range(count)]
     return Setting(resolve(config, count, "cuda" if gpu else jax.default_backend(), hosts), gpu)
+
+
+def device_count(config: Config, gpu: targets.Gpu | None, devices: int | None = None) -> int:
+    """How many devices a config is planned for.
+
+    Raises:
+        ConfigError: more than are here, where it is for those.
+    """
+    here = gpu.devices_per_host if gpu else jax.device_count()
+    try:
+        count = devices_of(mesh.parse(config.mesh), devices, here)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if gpu is None and count > jax.device_count():
+        raise ConfigError(f"mesh = {config.mesh}: needs {count} devices, and here are {jax.device_count()}")
+    return count
 
 
 def plan_of(setting: Setting) -> Plan:
@@ -86,4 +123,6 @@ def plan_of(setting: Setting) -> Plan:
     count = math.prod(mesh.parse(config.mesh).values())
     devices: Sequence[Any] = list(targets.gpu_devices(gpu, count)) if gpu else jax.devices()[:count]
     run = make_run(config, jzero.make_mesh(config.mesh, devices))
-    return of(run, gpu, None if gpu else watch.memory_limit())
+    label = {"remat": config.model.remat, "micro_batch": str(config.micro_batch)}
+    label |= {} if config.zero.regather else {"gathered": "kept"}
+    return of(run, gpu, capacity_bytes=None if gpu else watch.memory_limit(), label=label)

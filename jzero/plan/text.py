@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jzero.plan.memory import Part
 from jzero.plan.report import Plan
-from jzero.plan.traffic import Traffic
+from jzero.plan.traffic import BETWEEN_HOSTS, IN_HOST, Traffic
 
 
 def describe(plan: Plan, margin: float = 0.0) -> str:
@@ -43,6 +43,45 @@ class Unit:
             if size
             else "0"
         )
+
+
+def compare(plans: Sequence[Plan], margin: float = 0.0) -> str:
+    """One line for each plan: what it holds, whether it fits, and what it sends."""
+    unit = max((Unit.of(plan) for plan in plans), key=lambda unit: unit.nbytes)
+    head = (
+        "mesh",
+        "stage",
+        "remat",
+        "rows",
+        "states",
+        "temporaries",
+        "peak",
+        "fits",
+        "wire, in a host",
+        "between hosts",
+    )
+    rows = [head, *(_row(plan, margin, unit) for plan in plans)]
+    first = plans[0]
+    capacity = "" if first.capacity_bytes is None else f" of {unit.show(first.capacity_bytes)}"
+    said = f"{first.parameters:,} parameters on {first.device}; {unit.name} of one device{capacity}"
+    return f"{said}, {margin:.0%} to stay free\n{table(rows)}"
+
+
+def _row(plan: Plan, margin: float, unit: Unit) -> tuple[str, ...]:
+    show, missing = unit.show, plan.missing_bytes(margin)
+    fits = "" if plan.capacity_bytes is None else "yes" if missing <= 0 else f"{show(missing)} too much"
+    return (
+        ",".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1) or "one device",
+        str(plan.stage),
+        plan.label.get("remat", ""),
+        f"{plan.rows} / {plan.micro_batches}" if plan.micro_batches > 1 else str(plan.rows),
+        show(plan.memory.states_bytes),
+        show(plan.memory.temp_bytes),
+        show(plan.memory.peak_bytes),
+        fits,
+        show(plan.traffic.wire_bytes(IN_HOST)),
+        show(plan.traffic.wire_bytes(BETWEEN_HOSTS)),
+    )
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -1,0 +1,212 @@
+"""`--stage auto`: the cheapest setting that fits, with the largest microbatch that fits.
+
+Settings are tried in the order of what they cost in time.  Stages 0 and 1 send once per step, stage 2 once per
+microbatch, stage 3 three times per microbatch, or twice if it keeps what it has gathered; then rematerialisation takes
+up to a third more arithmetic.  For a mesh of one data-parallel device there is nothing to shard, and stage 0 is all
+there is.  A step of a setting is compiled for its microbatch of one row first; what does not fit then is rejected, with
+the bytes that were missing.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+import jzero
+from jzero import gpus, watch
+from jzero import mesh as meshes
+from jzero.build import make_run
+from jzero.config import Config, ConfigError, resolve
+from jzero.plan.report import Plan, of
+from jzero.zero import STAGES
+
+MARGIN = 0.1
+_REMAT = ("none", "dots", "full")
+_DOUBT = 0.05  # of the peak: what a peak may be off the line through two others
+_OPEN_ROWS = tuple(2**k for k in range(8))  # of a microbatch, where no batch is named
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `choose` has found.
+
+    Attributes:
+        config: with stage, microbatch, `zero.regather` and `model.remat` as chosen.
+        plan: of that.
+        lines: what was rejected, and for how many bytes, and what was taken.
+    """
+
+    config: Config
+    plan: Plan
+    lines: tuple[str, ...]
+
+
+def choose(
+    config: Config,
+    device_count: int,
+    plans: Callable[[Sequence[Config]], list[Plan]],
+    margin: float = MARGIN,
+) -> Choice:
+    """The cheapest setting of `config` that fits.
+
+    Args:
+        config: whose stage is `auto`; a `micro_batch` that is given stays.
+        device_count: devices of the mesh.
+        plans: of settings; called with the smallest of every kind first, then with one at a time.
+        margin: part of a device's memory that is to stay free.
+
+    Raises:
+        ConfigError: nothing fits; says by how much, and what would.
+    """
+    sizes = meshes.sizes_on(meshes.parse(config.mesh), device_count)
+    data_parallel = sizes[meshes.NODE] * sizes[meshes.DP]
+    kinds = list(ladder(config, data_parallel))
+    rows = rows_that_divide(config, data_parallel)
+
+    def sized(kind: Config, count: int) -> Config:
+        open_batch = {} if "batch_size" in config.model_fields_set else {"batch_size": count * data_parallel}
+        return kind.model_copy(update={"micro_batch": count, **open_batch})
+
+    lines: list[str] = []
+    smallest: list[Plan] = []
+    for kind in kinds:
+        plan = plans([sized(kind, rows[0])])[0]
+        smallest.append(plan)
+        capacity = plan.capacity_bytes
+        if capacity is None:
+            raise ConfigError("stage = auto: nobody tells how much memory a device has; name a stage, or a --target")
+        if (missing := plan.missing_bytes(margin)) > 0:
+            lines.append(f"{name_of(kind)}: {missing / 1e9:,.2f} GB missing at a microbatch of {rows[0]}")
+            continue
+        count, plan = _largest(lambda n, kind=kind: plans([sized(kind, n)])[0], rows, plan, margin)
+        lines.append(
+            f"{name_of(kind)}, micro_batch {count}: fits, {plan.memory.peak_bytes / 1e9:,.2f} of "
+            f"{capacity / 1e9:,.2f} GB, {margin:.0%} to stay free"
+        )
+        return Choice(sized(kind, count), plan, tuple(lines))
+    raise ConfigError(f"stage = auto: nothing fits ({'; '.join(lines)}); {remedies(smallest[-1], margin)}")
+
+
+def settled(config: Config, devices: Sequence[Any], hosts: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
+    """A config for devices that are here with nothing left to `auto`, and what there is to say of the choice.
+
+    The batch stays what it is, so that training is what it was meant to be; it may be taken in more microbatches.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    if config.stage != "auto":
+        return config, ()
+    limit = watch.memory_limit()
+
+    def plans(some: Sequence[Config]) -> list[Plan]:
+        resolved = [resolve(each, len(devices), jax.default_backend(), hosts) for each in some]
+        runs = [make_run(each, jzero.make_mesh(each.mesh, devices)) for each in resolved]
+        return [of(run, capacity_bytes=limit) for run in runs]
+
+    choice = choose(config.model_copy(update={"batch_size": config.batch_size}), len(devices), plans)
+    return choice.config, choice.lines
+
+
+def ladder(config: Config, data_parallel: int) -> Iterator[Config]:
+    """Settings in the order of what a step of them costs.
+
+    Args:
+        data_parallel: devices that a batch is split over.
+    """
+
+    def kind(stage: int, *, regather: bool = True, remat: Any = config.model.remat) -> Config:
+        zero, model = (
+            config.zero.model_copy(update={"regather": regather}),
+            config.model.model_copy(update={"remat": remat}),
+        )
+        return config.model_copy(update={"stage": stage, "zero": zero, "model": model})
+
+    more = _REMAT[_REMAT.index(config.model.remat) + 1 :]
+    if data_parallel == 1:
+        yield from (kind(0), *(kind(0, remat=remat) for remat in more))
+        return
+    yield from (kind(1), kind(2), kind(3, regather=False), kind(3))
+    yield from (kind(3, remat=remat) for remat in more)
+
+
+def rows_that_divide(config: Config, data_parallel: int) -> tuple[int, ...]:
+    """Rows that a microbatch of one device may have, ascending.
+
+    Raises:
+        ConfigError: the batch is no multiple of the data-parallel devices.
+    """
+    if config.micro_batch is not None:
+        return (config.micro_batch,)
+    if "batch_size" not in config.model_fields_set:
+        return _OPEN_ROWS
+    if config.batch_size % data_parallel:
+        raise ConfigError(
+            f"batch_size = {config.batch_size} must be a multiple of {data_parallel} data-parallel devices"
+        )
+    each = config.batch_size // data_parallel
+    return tuple(n for n in range(1, each + 1) if each % n == 0)
+
+
+def name_of(config: Config) -> str:
+    """A setting of the ladder, in words."""
+    words = [f"stage {config.stage}", *([] if config.zero.regather else ["kept gathered"])]
+    return ", ".join([*words, f"remat {config.model.remat}"])
+
+
+def remedies(plan: Plan, margin: float) -> str:
+    """What would make a plan fit that does not."""
+    usable = (plan.capacity_bytes or 0) * (1 - margin)
+    memory = plan.memory
+    shared = memory.at_rest_bytes + memory.bytes_of("gradients")
+    fixed = memory.peak_bytes - shared
+    words: list[str] = []
+    if plan.stage == max(STAGES) and usable > fixed > 0:
+        words.append(f"about {math.ceil(plan.devices * shared / (usable - fixed)):,} devices like these")
+    large = [name for name, gpu in gpus.GPUS.items() if gpu.memory_bytes * (1 - margin) >= memory.peak_bytes]
+    if large:
+        words.append(
+            f"as many GPUs with at least {memory.peak_bytes / (1 - margin) / 1e9:,.1f} GB ({', '.join(large)})"
+        )
+    words.append("shorter data.seq_len, or a larger tp")
+    return f"what would fit: {'; '.join(words)}"
+
+
+def _largest(plan_of: Callable[[int], Plan], rows: Sequence[int], smallest: Plan, margin: float) -> tuple[int, Plan]:
+    """The most rows that fit, and their plan.
+
+    Activations grow with the rows, so two sizes tell where the limit is about; what is taken has been compiled.
+    """
+    found = {0: smallest}
+
+    def plan_at(i: int) -> Plan:
+        if i not in found:
+            found[i] = plan_of(rows[i])
+        return found[i]
+
+    low, high = 0, len(rows)  # low fits, high does not
+    while high - low > 1:
+        i = _guess(rows, found, low, high, margin)
+        if i is None:
+            break
+        if plan_at(i).missing_bytes(margin) <= 0:
+            low = i
+        else:
+            high = i
+    return rows[low], found[low]
+
+
+def _guess(rows: Sequence[int], found: dict[int, Plan], low: int, high: int, margin: float) -> int | None:
+    """Which size to compile next, above `low` and below `high`; None if the next is clearly too large."""
+    if len(found) == 1:
+        return low + 1
+    (i, first), (j, second) = sorted(found.items())[-2:]
+    slope = (second.memory.peak_bytes - first.memory.peak_bytes) / (rows[j] - rows[i])
+    room = -found[low].missing_bytes(margin)
+    fitting = [k for k in range(low + 1, high) if slope * (rows[k] - rows[low]) <= room]
+    if fitting:
+        return fitting[-1]
+    too_much = slope * (rows[low + 1] - rows[low]) - room
+    return low + 1 if too_much <= _DOUBT * found[low].memory.peak_bytes else None

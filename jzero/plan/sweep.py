@@ -1,0 +1,94 @@
+"""Many plans: each compiled by a process of its own kind, as many at a time as there are cores."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jzero import targets
+from jzero.config import ConfigError
+from jzero.plan.kept import Kept
+from jzero.plan.report import Plan
+from jzero.plan.settings import Setting, plan_of
+
+Result = Plan | ConfigError | targets.TargetError
+_SHOWN = 2000  # last characters of what a process said that has died
+
+
+class PlanError(RuntimeError):
+    """A compiler that ended its process."""
+
+
+def plans(settings: Sequence[Setting], kept: Kept, done: Callable[[], Any] = lambda: None) -> list[Result]:
+    """The plan of each setting, or why it can have none, in their order.
+
+    Args:
+        kept: where plans of earlier calls are, and these will be.
+        done: called after each.
+
+    Raises:
+        PlanError: a compiler has ended its process.
+    """
+    found: dict[int, Result] = {}
+    for i, setting in enumerate(settings):
+        if plan := kept.get(setting):
+            found[i] = plan
+            done()
+    left = {i: setting for i, setting in enumerate(settings) if i not in found}
+    for i, result in _each(left):
+        found[i] = result
+        if isinstance(result, Plan):
+            kept.put(settings[i], result)
+        done()
+    return [found[i] for i in range(len(settings))]
+
+
+def _each(settings: dict[int, Setting]) -> Iterator[tuple[int, Result]]:
+    workers = min(cores(), len(settings))
+    if workers <= 1:
+        yield from ((i, _plan_or_reason(setting)) for i, setting in settings.items())
+        return
+    with tempfile.TemporaryDirectory() as said:
+        arguments = (jax.config.jax_platforms, jax.config.jax_num_cpu_devices, said)  # pyright: ignore[reportAttributeAccessIssue]
+        context = get_context("spawn")  # what JAX has started does not survive a fork
+        with ProcessPoolExecutor(workers, context, initializer=_start, initargs=arguments) as pool:
+            futures: dict[Future[Result], int] = {
+                pool.submit(_plan_or_reason, setting): i for i, setting in settings.items()
+            }
+            try:
+                for future in as_completed(futures):
+                    yield futures[future], future.result()
+            except BrokenProcessPool:
+                raise PlanError(f"a process that compiled has ended: {_last_words(Path(said).iterdir())}") from None
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _start(platforms: str | None, cpu_devices: int, said: str) -> None:
+    """What a process has to know before its first plan; what plugins print when they start is kept out of the way."""
+    file = os.open(Path(said) / str(os.getpid()), os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, sys.stderr.fileno())
+    jax.config.update("jax_platforms", platforms)
+    if cpu_devices > 0:
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+
+
+def _plan_or_reason(setting: Setting) -> Result:
+    try:
+        return plan_of(setting)
+    except (ConfigError, targets.TargetError) as error:
+        return error
+
+
+def _last_words(files: Iterable[Path]) -> str:
+    return " ".join(path.read_text(errors="replace")[-_SHOWN:] for path in files).strip() or "it said nothing"
