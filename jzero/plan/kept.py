@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import pydantic
@@ -18,7 +19,8 @@ from jzero.plan.settings import Setting
 
 _PLAN = pydantic.TypeAdapter(Plan)
 # What a plan of a step does not depend on.
-_ELSE = {"seed", "steps", "data", "checkpoint", "distributed", "log", "run"}
+_ELSE: dict[str, Any] = dict.fromkeys(("seed", "steps", "data", "checkpoint", "distributed", "log", "run"), True)
+_ELSE["optim"] = {"lr", "warmup_steps", "min_lr_ratio"}
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "flax", "optax", "numpy")
 
 
