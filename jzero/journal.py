@@ -13,6 +13,7 @@ from typing import Self
 
 from tqdm import tqdm
 
+from jzero import together
 from jzero.config import Config
 from jzero.metrics_file import Line, rewind
 from jzero.waiting import Ended
@@ -75,11 +76,13 @@ class Journal:
             start: what the session starts from.
             writes: whether anything is written and said; of several processes one does.
         """
-        self.progress = self._start = start
+        self._start = start
         self._config = config
         self._speed_of = speed
         earlier = rewind(path, self._stays) if writes else []
         self._evals = [(line["step"], math.nan if line["eval_loss"] is None else line["eval_loss"]) for line in earlier]
+        evaluated = any(step == start.step for step, _ in self._evals)
+        self.progress = dataclasses.replace(start, evaluated=bool(together.broadcast_text("1" if evaluated else "")))
         self._file = path.open("a", encoding="utf-8") if writes else None
         first = start.step + 1 if start.step else 0
         self._events = Events(path.parent, first) if writes and config.log.tensorboard else None
@@ -194,10 +197,7 @@ class Journal:
 
     def _stays(self, line: Line) -> bool:
         """Whether a line of an earlier session stays: a run that begins anew keeps none."""
-        step, start = line["step"], self._start
-        if "eval_loss" in line and not start.evaluated:
-            return step < start.step
-        return 0 < start.step >= step
+        return 0 < self._start.step >= line["step"]
 
     def _tokens(self, progress: Progress) -> int:
         return progress.samples * self._config.data.seq_len

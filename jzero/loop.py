@@ -71,13 +71,13 @@ def fit(loop: Loop, state: jzero.TrainState) -> tuple[jzero.TrainState, int]:
         if loop.saves.due(step):
             journal.trained(waiting.rest())  # first: the next session begins with the lines after this step
             with journal.aside():
-                loop.saves.save(step, state)
+                loop.saves.save(journal.progress, state)
         if journal.evaluation_is_due(step):
             journal.trained(waiting.rest())
             take_evaluation(loop, state)
         if loop.ends():
             journal.trained(waiting.rest())
-            loop.saves.save(step, state)
+            loop.saves.save(journal.progress, state)
             return state, loop.stop.asked or signal.SIGTERM  # the second: another process was asked
     return state, 0
 

@@ -53,9 +53,3 @@ def _append(path: Path, lines: Sequence[bytes]) -> None:
         file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())
-
-
-def evaluated_at(path: Path, step: int) -> bool:
-    """Whether the file has the evaluation after `step`."""
-    lines = map(_parsed, path.read_bytes().split(b"\n") if path.exists() else [])
-    return any(line is not None and line["step"] == step and "eval_loss" in line for line in lines)

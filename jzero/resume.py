@@ -16,9 +16,8 @@ import pydantic
 
 import jzero
 from jzero import data, together
-from jzero.config import Config, ConfigError, profile_steps, show
+from jzero.config import Config, profile_steps, show
 from jzero.journal import Progress
-from jzero.metrics_file import evaluated_at
 from jzero.stored import CheckpointError, MismatchError
 
 # Keys, and sections with a dot behind them.
@@ -56,7 +55,8 @@ def begin(config: Config, run: jzero.Run, sources: Sequence[str], checkpoints: j
         checkpoints: of the run directory.
 
     Raises:
-        ConfigError: there is no such step, none can be read, or it is of another model or other data.
+        ProcessError: in all processes: there is no such step, none can be read, or it is of another model or other
+            data.
     """
     steps, asked = checkpoints.agreed_steps(), config.checkpoint.resume
     if not steps:
@@ -66,13 +66,13 @@ def begin(config: Config, run: jzero.Run, sources: Sequence[str], checkpoints: j
         about = _About.read(found)
     except MismatchError as error:
         hint = _model_changes(checkpoints, asked if isinstance(asked, int) else steps[-1], config)
-        raise ConfigError(f"checkpoint.resume = {asked}: {error}{hint}; start another run with run.dir") from error
+        raise _refused(f"checkpoint.resume = {asked}: {error}{hint}; start another run with run.dir") from error
     except CheckpointError as error:
-        raise ConfigError(f"checkpoint.resume = {asked}: {error}") from error
+        raise _refused(f"checkpoint.resume = {asked}: {error}") from error
     where = f"step {found.step} in {checkpoints.directory}"
     changes = _changes(about, config, sources, where)
     if found.step > config.steps:
-        raise ConfigError(
+        raise _refused(
             f"steps = {config.steps} is less than {where}, which this run would go on from; give more steps, "
             f"go back with checkpoint.resume, or start another run with run.dir"
         )
@@ -87,29 +87,27 @@ def begin(config: Config, run: jzero.Run, sources: Sequence[str], checkpoints: j
         *([found.converted] if found.converted else []),
         *_past_profile(config, found.step),
     )
-    metrics = checkpoints.directory.parent / "metrics.jsonl"
-    evaluated = bool(together.broadcast_text("1" if evaluated_at(metrics, found.step) else ""))
-    return Beginning(found.state, Progress(found.step, about.samples, int(found.state.skipped), evaluated), lines)
+    return Beginning(found.state, Progress(found.step, about.samples, int(found.state.skipped)), lines)
+
+
+def _refused(message: str) -> together.ProcessError:
+    """All processes have read the same, so all refuse it."""
+    return together.ProcessError(message, bad_input=True)
 
 
 class Saves:
-    """The checkpoints that a session takes.
+    """The checkpoints that a session takes."""
 
-    Attributes:
-        enabled: whether it takes any.
-    """
-
-    def __init__(self, config: Config, start: Progress, sources: Sequence[str], checkpoints: jzero.Checkpoints) -> None:
+    def __init__(self, config: Config, newest: int, sources: Sequence[str], checkpoints: jzero.Checkpoints) -> None:
         """Takes none yet.
 
         Args:
             config: resolved.
-            start: what the session begins from.
+            newest: the step that the session begins from.
             sources: `fingerprints` of the config's data.
             checkpoints: where to.
         """
-        self.enabled = config.checkpoint.every is not None
-        self._config, self._start, self._newest = config, start, start.step
+        self._config, self._newest = config, newest
         self._data, self._checkpoints = list(sources), checkpoints
 
     def due(self, step: int) -> bool:
@@ -117,17 +115,16 @@ class Saves:
         every = self._config.checkpoint.every
         return every is not None and (step % every == 0 or step == self._config.steps)
 
-    def save(self, step: int, state: jzero.TrainState) -> None:
-        """Begins to save the state after `step`, unless that is done already.
+    def save(self, progress: Progress, state: jzero.TrainState) -> None:
+        """Begins to save the state of a run that has come so far, unless that is done already, or nothing is saved.
 
         Raises:
             CheckpointError: it cannot, or the save before has failed.
         """
-        if self.enabled and step > self._newest:
-            samples = self._start.samples + (step - self._start.step) * self._config.batch_size
-            about = _About(samples, self._data, self._config.model_dump(mode="json"))
-            self._checkpoints.save(step, state, vars(about))
-            self._newest = step
+        if self._config.checkpoint.every is not None and progress.step > self._newest:
+            about = _About(progress.samples, self._data, self._config.model_dump(mode="json"))
+            self._checkpoints.save(progress.step, state, vars(about))
+            self._newest = progress.step
 
 
 @dataclass(frozen=True)
@@ -168,21 +165,21 @@ def _changes(about: _About, config: Config, now: Sequence[str], where: str) -> l
     """A line for every setting that changes what is learnt from here on.
 
     Raises:
-        ConfigError: one has changed that the state or the order of samples belongs to.
+        ProcessError: one has changed that the state or the order of samples belongs to.
     """
     lines: list[str] = []
     for key, change in _differences(about.config, config).items():
         if _is_among(key, _CHANGES_NOTHING):
             continue
         if _is_among(key, _BELONGS) and key not in _IS_SAID:
-            raise ConfigError(
+            raise _refused(
                 f"{change} at {where}: a run goes on with the same model, data and seed; set it back, or start "
                 f"another run with run.dir"
             )
         lines.append(f"changed: {change}")
     if about.data != list(now):
         own = " (the standard library is that of the Python that runs)" if config.data.path is None else ""
-        raise ConfigError(
+        raise _refused(
             f"data.path: {' + '.join(now)}, and was {' + '.join(about.data)} at {where}{own}: a run goes on with the "
             f"same data; bring it back, or start another run with run.dir"
         )

@@ -131,8 +131,7 @@ def train_in(
     speed = watch.utilization(flops_per_token(config.model.decoder(config.precision.params), config.data.seq_len))
     traced = profile_steps(config) if together.is_first() else None
     with jzero.Checkpoints(run_dir / CHECKPOINTS, config.checkpoint.keep) as checkpoints:
-        with together.agreed(BAD_INPUT):
-            beginning = begin(config, run, sources, checkpoints)
+        beginning = begin(config, run, sources, checkpoints)
         start = beginning.progress
         batches, evals = make_batches(config, run.mesh, parts, start.step, start.samples)  # each process its own rows
         if together.is_first():
@@ -143,7 +142,7 @@ def train_in(
             Journal(run_dir / "metrics.jsonl", config, speed, start, writes=together.is_first()) as journal,
             watch.Trace(traced, run_dir / "profile", journal.say, journal.aside) as trace,
         ):
-            saves = Saves(config, start, sources, checkpoints)
+            saves = Saves(config, start.step, sources, checkpoints)
             averages, agreed = config.optim.ema is not None, together.Flag(IN_FLIGHT).ask
             loop = Loop(run, batches, evals, journal, trace, saves, stop, averages, agreed)
             _, ended_by = fit(loop, beginning.state)

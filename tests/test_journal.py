@@ -57,7 +57,7 @@ def unbroken(tmp_path, config):
 def test_a_run_that_was_killed_and_resumed_has_the_metrics_of_one_that_never_stopped(tmp_path, saved, killed, every):
     config = settings("--log.every", str(every))
     session(tmp_path, config, Progress(), killed)
-    start = Progress(saved, samples=saved * config.batch_size, evaluated=saved in (10, 20))
+    start = Progress(saved, samples=saved * config.batch_size)
     session(tmp_path, config, start, 20)
     assert without_times(lines(tmp_path)) == unbroken(tmp_path, config)
 
@@ -140,7 +140,7 @@ def test_a_resumed_run_whose_metrics_are_gone_writes_new_ones(tmp_path):
 
 def test_tokens_go_on_from_the_samples_consumed_also_with_another_batch_size(tmp_path):
     session(tmp_path, settings("--batch_size", "8"), Progress(), 10)
-    progress = session(tmp_path, settings("--batch_size", "6"), Progress(10, samples=80, evaluated=True), 20).progress
+    progress = session(tmp_path, settings("--batch_size", "6"), Progress(10, samples=80), 20).progress
     assert progress.samples == 80 + 60
     tokens = {line["step"]: line["tokens"] for line in lines(tmp_path) if "loss" in line}
     assert tokens == {1: 8 * 4, 5: 40 * 4, 10: 80 * 4, 15: 110 * 4, 20: 140 * 4}
@@ -150,25 +150,22 @@ def test_tokens_go_on_from_the_samples_consumed_also_with_another_batch_size(tmp
 
 
 @pytest.mark.parametrize(
-    ("start", "due"),
+    ("step", "evaluated", "due"),
     [
-        (Progress(), True),
-        (Progress(10), True),  # stopped after the step, before its evaluation
-        (Progress(10, evaluated=True), False),
-        (Progress(7), False),
-        (Progress(20), True),
-        (Progress(20, evaluated=True), False),
+        (0, False, True),
+        (0, True, True),  # a run that begins anew
+        (10, False, True),  # stopped after the step, before its evaluation
+        (10, True, False),
+        (7, False, False),
+        (20, False, True),
+        (20, True, False),
     ],
 )
-def test_a_session_begins_with_an_evaluation_if_one_belongs_there_and_is_missing(tmp_path, start, due):
-    with Journal(tmp_path / "metrics.jsonl", settings(), start=start) as journal:
-        assert journal.evaluation_is_due(start.step) == due
-
-
-def test_an_evaluation_that_the_checkpoint_does_not_know_of_is_made_again_and_stands_once(tmp_path):
-    session(tmp_path, settings(), Progress(), 10)  # saved after step 10, evaluated, killed
-    session(tmp_path, settings(), Progress(10, samples=10 * settings().batch_size), 20)
-    assert [line["step"] for line in lines(tmp_path) if "eval_loss" in line] == [0, 10, 20]
+def test_a_session_begins_with_an_evaluation_if_one_belongs_there_and_is_missing(tmp_path, step, evaluated, due):
+    if evaluated:
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": step, "eval_loss": 5.0}) + "\n")
+    with Journal(tmp_path / "metrics.jsonl", settings(), start=Progress(step)) as journal:
+        assert journal.evaluation_is_due(step) == due
 
 
 # What a run says of itself.
@@ -253,7 +250,7 @@ def test_what_is_done_aside_is_no_part_of_the_time_of_steps_whenever_they_are_ta
 def test_tensorboard_shows_every_step_once_over_the_sessions_of_a_run(tmp_path, saved, killed):
     config = settings("--log.every", "1")
     session(tmp_path, config, Progress(), killed)
-    start = Progress(saved, samples=saved * config.batch_size, evaluated=saved == 10)
+    start = Progress(saved, samples=saved * config.batch_size)
     session(tmp_path, config, start, 20)  # within one second: their files are in order nevertheless
     assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 2
     written = {(x["step"], name): value for x in lines(tmp_path) for name, value in x.items() if name != "step"}

@@ -220,7 +220,7 @@ def fit(tmp_path, signalled, evals=(), agreed=bool):
 
     settings = load(["--steps", "20", "--log.every", "1", "--log.eval_every", "10", "--data.seq_len", "4"])
     run, saved = Signalled(good), []
-    saves = SimpleNamespace(due=lambda step: False, save=lambda *save: saved.append(save))
+    saves = SimpleNamespace(due=lambda step: False, save=lambda progress, state: saved.append((progress.step, state)))
     with Stop() as stop, Journal(tmp_path / "metrics.jsonl", settings) as journal:
         loop = Loop(run, [{}] * 20, evals, journal, Trace(None, tmp_path), saves, stop, agreed=agreed)
         state, number = fit_loop(loop, 0)

@@ -20,7 +20,7 @@ from tiny_run import TINY, batch_for_these_devices, fox_text
 from jzero import config, train
 from jzero.checkpoint import Checkpoints
 from jzero.config import ConfigError, load
-from jzero.journal import Journal, Progress, RunError
+from jzero.journal import Journal, RunError
 from jzero.loop import IN_FLIGHT, Loop
 from jzero.loop import fit as fit_loop
 from jzero.resume import Saves
@@ -185,7 +185,7 @@ def good(step):
 def fit(run, tmp_path, *argv, evals=(), saves=None):
     settings = ["--steps", "20", "--log.every", "5", "--log.eval_every", "100", "--data.seq_len", "4", *argv]
     settings = load([*settings, "--checkpoint.every", "none"])
-    saves = saves or Saves(settings, Progress(), [], Checkpoints(tmp_path / "checkpoints"))
+    saves = saves or Saves(settings, 0, [], Checkpoints(tmp_path / "checkpoints"))
     with Journal(tmp_path / "metrics.jsonl", settings) as journal:
         fit_loop(Loop(run, [{}] * settings.steps, evals, journal, Trace(None, tmp_path), saves, Stop()), 0)
         return journal.summary()
