@@ -27,6 +27,7 @@ _PATIENT_S = 10  # without a word
 _FAKE_DEVICES = 8  # of all processes
 
 _STATUS = re.compile("[A-Z_]+: ")  # all of XLA's errors begin with one
+_DEVICE = re.compile("(INTERNAL|UNKNOWN|DATA_LOSS|ABORTED|UNAVAILABLE): ")
 _PEER = re.compile("gloo|nccl|connection|coordination|heartbeat|unavailable", re.IGNORECASE)
 
 
@@ -134,6 +135,11 @@ def lost_peer(error: Exception) -> bool:
         error: a JaxRuntimeError; from a computation so small that it runs as it is called, a ValueError.
     """
     return started() and bool(_STATUS.match(str(error)) and _PEER.search(str(error)))
+
+
+def lost_device(error: Exception) -> bool:
+    """Whether an error says that a device or its driver failed: one of XLA's that is not of the program or its size."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and bool(_DEVICE.match(str(error)))
 
 
 def _unknown(coordinator: str, count: int | None, index: int | None, found: Launcher | None) -> str | None:

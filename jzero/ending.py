@@ -12,6 +12,7 @@ import traceback
 from types import TracebackType
 from typing import NoReturn
 
+LOST = os.EX_TEMPFAIL  # 75: another process or a device is gone, and another start may well go on
 _LAST_S = 1.0  # the first process leaves so much later: JAX aborts those that find it gone
 _STDERR = 2
 _me: tuple[int, int | None] | None = None  # JAX would start a backend to tell

@@ -21,7 +21,15 @@ from jzero.watch import Events, device_memory
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on; the message is one line for the user."""
+    """A run that cannot go on; the message is one line for the user.
+
+    Attributes:
+        good: the last step after which all was well.
+    """
+
+    def __init__(self, message: str, good: int) -> None:
+        super().__init__(message)
+        self.good = good
 
 
 @dataclass(frozen=True)
@@ -121,9 +129,11 @@ class Journal:
             self._bar.update()
             self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}{self._speed}", refresh=False)
             if failed:
+                in_row = int(metrics["skipped_in_row"])
                 raise RunError(
-                    f"step {step}: the gradient was not finite in {metrics['skipped_in_row']:.0f} steps in a row "
-                    f"(optim.max_skipped); try a lower optim.lr, a longer warm-up or precision.params = float32"
+                    f"step {step}: the gradient was not finite in {in_row} steps in a row (optim.max_skipped); try a "
+                    f"lower optim.lr, a longer warm-up or precision.params = float32",
+                    step - in_row,
                 )
 
     def evaluation_is_due(self, step: int) -> bool:
@@ -191,9 +201,10 @@ class Journal:
             RunError: all steps, of all sessions, were skipped, or the last held-out loss is not finite.
         """
         if self.progress.step and self.progress.skipped == self.progress.step:
-            raise RunError(f"all {self.progress.skipped} steps were skipped: no gradient was finite")
+            raise RunError(f"all {self.progress.skipped} steps were skipped: no gradient was finite", 0)
         if self._evals and not math.isfinite(self._evals[-1][1]):
-            raise RunError(f"the held-out loss after step {self._evals[-1][0]} is {self._evals[-1][1]}")
+            good = max((step for step, loss in self._evals if math.isfinite(loss)), default=0)
+            raise RunError(f"the held-out loss after step {self._evals[-1][0]} is {self._evals[-1][1]}", good)
 
     def _stays(self, line: Line) -> bool:
         """Whether a line of an earlier session stays: a run that begins anew keeps none."""

@@ -7,7 +7,8 @@ rate, batch size, precision, number of steps).
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import pydantic
 import jzero
 from jzero import data, together
 from jzero.config import Config, profile_steps, show
-from jzero.journal import Progress
+from jzero.journal import Progress, RunError
 from jzero.stored import CheckpointError, MismatchError
 
 # Keys, and sections with a dot behind them.
@@ -125,6 +126,32 @@ class Saves:
             about = _About(progress.samples, self._data, self._config.model_dump(mode="json"))
             self._checkpoints.save(progress.step, state, vars(about))
             self._newest = progress.step
+
+
+@contextmanager
+def telling_what_is_left(checkpoints: jzero.Checkpoints) -> Iterator[None]:
+    """Adds to a RunError what the next session would begin from, and how it begins before what went wrong.
+
+    The counters of skipped steps are part of a state: a session that begins among steps that went wrong soon ends, too.
+
+    Raises:
+        RunError: it was raised inside.
+    """
+    try:
+        yield
+    except RunError as error:
+        checkpoints.wait()  # all processes are here, and none is gone
+        raise RunError(f"{error}; {_left(checkpoints.steps(), error.good)}", error.good) from None
+
+
+def _left(steps: Sequence[int], good: int) -> str:
+    if not steps:
+        return "nothing is saved, and the next session begins anew"
+    if steps[-1] <= good:
+        return f"the next session goes on from step {steps[-1]}"
+    before = [step for step in steps if step <= good]
+    earlier = f"go back with --checkpoint.resume {before[-1]}" if before else "no earlier one is kept"
+    return f"the next session would go on from step {steps[-1]}, which is after the last good one, {good}: {earlier}"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ _LOCK = ".lock"
 def session(config: Config) -> Iterator[tuple[Path, Config]]:
     """The directory of the run, made by one process and seen by all, and the config that names it.
 
-    While the block runs, no other session starts there; a killed process lets go of it, too.
+    The name is absolute, so that config.yaml means this directory wherever it is used.  While the block runs, no other
+    session starts there; a killed process lets go of it, too.
 
     Raises:
         ConfigError: it cannot be made, or another session is at work there.
@@ -33,10 +34,10 @@ def session(config: Config) -> Iterator[tuple[Path, Config]]:
     with ExitStack() as stack:
         with together.agreed((ConfigError,)):
             if together.is_first():
-                run_dir = make_run_dir(config.run.dir)
+                run_dir = make_run_dir(config.run.dir).absolute()
                 stack.enter_context(locked(run_dir))
         if jax.process_count() > 1:
-            run_dir = Path(together.broadcast_text(str(run_dir.absolute())))
+            run_dir = Path(together.broadcast_text(str(run_dir)))
             with together.agreed((ConfigError,)):
                 check_seen(run_dir, SEEN_WITHIN_S)
         yield run_dir, config.model_copy(update={"run": config.run.model_copy(update={"dir": str(run_dir)})})

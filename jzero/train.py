@@ -3,12 +3,14 @@
 Read `train` top-down: settings, devices, data, run, loop.  Everything it does is a call to the library, in the order in
 which a program of your own would make the calls; `build.py` has those that take the config apart.
 
-Exit status: 0, the run reached its last step; 1, it failed; 2, the input was wrong and nothing was written; 143 and
-130, SIGTERM and SIGINT (Ctrl-C) ended it.
+Exit status: 0, the run reached its last step; 1, it failed, and would again; 2, the input was wrong and nothing was
+written; 75, another process or a device was lost, and another start may go on; 143 and 130, SIGTERM and SIGINT (Ctrl-C)
+ended it.
 """
 
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from jzero.journal import Journal, RunError
 from jzero.loop import IN_FLIGHT, Loop, fit
 from jzero.models.flops import flops_per_token
 from jzero.plan.auto import settled
-from jzero.resume import Saves, begin, fingerprints
+from jzero.resume import Saves, begin, fingerprints, telling_what_is_left
 from jzero.run_dir import CHECKPOINTS, check_run_dir, session, write_config
 from jzero.stop import Interrupted, Stop
 
@@ -51,14 +53,18 @@ def _status(argv: Sequence[str], stop: Stop) -> int:
     except RunError as error:  # so it is with what they all computed
         return ending.all_failed(error, 1)
     except distributed.StartError as error:
-        return ending.failed(error, 2 if error.bad_input else 1)
+        return ending.failed(error, 2 if error.bad_input else ending.LOST)
     except (jzero.CheckpointError, OSError) as error:  # OSError: a full disk, data that is gone
         everywhere = isinstance(error, jzero.CheckpointError) and error.everywhere
         return ending.all_left(error, 1) if everywhere else ending.failed(error, 1)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        if not distributed.lost_peer(error):
+        first_line = str(error).splitlines()[0]
+        if distributed.lost_peer(error):
+            return ending.failed(f"another process is gone, see what it said last ({first_line})", ending.LOST)
+        if not distributed.lost_device(error):
             raise
-        return ending.failed(f"another process is gone, see what it said last ({str(error).splitlines()[0]})", 1)
+        traceback.print_exc()
+        return ending.failed(f"a device or XLA has failed ({first_line})", ending.LOST)
 
 
 def train(config: Config, stop: Stop) -> int:
@@ -104,7 +110,8 @@ def train(config: Config, stop: Stop) -> int:
     if ended_by:
         journal.say(farewell(ended_by, journal.progress.step, run_dir, config))
         return 128 + ended_by
-    journal.check()
+    with telling_what_is_left(jzero.Checkpoints(run_dir / CHECKPOINTS)):
+        journal.check()
     return 0
 
 
@@ -145,7 +152,8 @@ def train_in(
             saves = Saves(config, start.step, sources, checkpoints)
             averages, agreed = config.optim.ema is not None, together.Flag(IN_FLIGHT).ask
             loop = Loop(run, batches, evals, journal, trace, saves, stop, averages, agreed)
-            _, ended_by = fit(loop, beginning.state)
+            with telling_what_is_left(checkpoints):
+                _, ended_by = fit(loop, beginning.state)
     return journal, ended_by
 
 

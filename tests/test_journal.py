@@ -1,6 +1,7 @@
 """The journal over the sessions of a run: metrics.jsonl is that of a run that never stopped, and nothing is lost."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from event_files import events_in
@@ -8,6 +9,7 @@ from event_files import events_in
 from jzero import metrics_file
 from jzero.config import load
 from jzero.journal import Journal, Progress, RunError
+from jzero.resume import telling_what_is_left
 from jzero.waiting import Ended
 
 SEQ_LEN = 4
@@ -206,6 +208,30 @@ def test_a_run_of_which_every_session_skipped_every_step_came_to_nothing(tmp_pat
     progress = session(tmp_path, config, Progress(), 8, bad=range(1, 9)).progress
     with pytest.raises(RunError, match="all 20 steps were skipped"):
         session(tmp_path, config, progress, 20, bad=range(9, 21)).check()
+
+
+@pytest.mark.parametrize(
+    ("every", "bad", "left"),
+    [
+        (None, 8, "nothing is saved, and the next session begins anew"),
+        (4, 9, "the next session goes on from step 8"),
+        (4, 10, "the next session goes on from step 8"),
+        (2, 9, "from step 10, which is after the last good one, 8: go back with --checkpoint.resume 8"),
+        (2, 8, "from step 10, which is after the last good one, 7: no earlier one is kept"),
+    ],
+)
+def test_a_run_that_goes_wrong_says_what_the_next_session_begins_from(tmp_path, every, bad, left):
+    waited = []
+
+    def saved():
+        assert waited, "the newest may be on its way"
+        return list(range(every, 11, every))[-2:] if every else []
+
+    checkpoints = SimpleNamespace(wait=lambda: waited.append(True), steps=saved)
+    config = settings("--optim.max_skipped", str(11 - bad))
+    message = rf"^step 10: the gradient was not finite in {11 - bad} steps in a row .*; .*{left}$"
+    with pytest.raises(RunError, match=message), telling_what_is_left(checkpoints):
+        session(tmp_path, config, Progress(), 20, bad=range(bad, 21))
 
 
 def test_a_session_without_a_step_is_no_failure(tmp_path):

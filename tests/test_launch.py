@@ -10,6 +10,7 @@ import yaml
 from processes import ROOT, free_address, spawn, wait
 
 from jzero.config import load
+from jzero.ending import LOST
 
 LAUNCH = ROOT / "examples" / "launch"
 SMOKE = str(LAUNCH / "two_host_smoke.py")
@@ -36,9 +37,19 @@ def test_the_slurm_script_is_bash_and_its_flags_are_known(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("status", "restarts", "requeued"), [(0, 0, False), (2, 0, False), (143, 0, True), (1, 3, True), (1, 20, False)]
+    ("status", "restarts", "requeued"),
+    [
+        (0, 0, False),
+        (1, 0, False),
+        (2, 0, False),
+        (LOST, 3, True),
+        (LOST, 20, False),
+        (134, 0, True),
+        (137, 0, True),
+        (143, 0, True),
+    ],
 )
-def test_the_slurm_script_starts_a_job_again_unless_it_is_done_or_wrong(tmp_path, status, restarts, requeued):
+def test_the_slurm_script_starts_a_job_again_where_the_reason_goes_away(tmp_path, status, restarts, requeued):
     for name, body in {"srun": f"exit {status}", "scontrol": f'echo "$@" > {tmp_path}/requeued'}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -71,7 +82,7 @@ def test_the_kubernetes_file_holds_together_and_its_flags_are_known(monkeypatch)
     assert config.run.dir.startswith(mounts["shared"])
     (rule,) = [rule for rule in spec["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"]
     assert rule["onExitCodes"]["containerName"] == container["name"]
-    assert rule["onExitCodes"]["values"] == [2]
+    assert rule["onExitCodes"]["values"] == [1, 2]
 
 
 # The smoke script.

@@ -337,6 +337,7 @@ def test_a_run_that_diverges_ends_with_status_1_and_its_earlier_steps_go_on(corp
     )
     err = capsys.readouterr().err
     assert "not finite in 2 steps in a row" in err
+    assert "go back with --checkpoint.resume 4" in err
     assert "Traceback" not in err
     assert train.main(flags(corpus, run_dir, *SHORT, "--checkpoint.resume", "4")) == 0
     assert losses(run_dir) == losses(old)

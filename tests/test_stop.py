@@ -344,7 +344,7 @@ def test_a_run_that_is_signalled_ends_after_its_step_and_says_where(tmp_path, co
     assert steps == list(range(1, len(steps) + 1))
     assert out.splitlines()[-1] == (
         f"stopped by {number.name} after step {steps[-1]} of 1000000, which is saved; "
-        f"to go on: python -m jzero.train --config run/config.yaml (on other devices with --mesh dp=-1)"
+        f"to go on: python -m jzero.train --config {tmp_path}/run/config.yaml (on other devices with --mesh dp=-1)"
     )
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [steps[-1]]
     traces = list((tmp_path / "run").rglob("*.xplane.pb"))

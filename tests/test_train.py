@@ -24,7 +24,7 @@ from jzero.journal import Journal, RunError
 from jzero.loop import IN_FLIGHT, Loop
 from jzero.loop import fit as fit_loop
 from jzero.resume import Saves
-from jzero.run_dir import locked, make_run_dir
+from jzero.run_dir import locked, make_run_dir, session
 from jzero.stop import Stop
 from jzero.waiting import Waiting
 from jzero.watch import Trace
@@ -140,6 +140,14 @@ def test_directories_without_a_name_are_new_every_time(tmp_path, monkeypatch):
     made = [make_run_dir(None) for _ in range(3)]
     assert len({d.resolve() for d in made}) == 3
     assert all(d.parent.name == "runs" and d.is_dir() for d in made)
+
+
+def test_the_settings_of_a_run_name_its_directory_wherever_they_are_used(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for argv in (["--run.dir", "run"], []):
+        with session(load(argv)) as (run_dir, settings):
+            assert settings.run.dir == str(run_dir)
+            assert run_dir.parent.parent == tmp_path if not argv else run_dir == tmp_path / "run"
 
 
 # Metrics.
@@ -343,6 +351,22 @@ def test_a_file_that_shrinks_under_way_ends_the_run_with_status_1(tmp_path, corp
     err = capsys.readouterr().err
     assert f"{corpus}: changed while it was read: it had 18,000 bytes and now has 1,000" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "status"), [("INTERNAL: CUDA_ERROR_ECC", 75), ("RESOURCE_EXHAUSTED: of memory", None)]
+)
+def test_a_device_that_fails_is_worth_another_start_and_one_that_is_too_small_is_not(monkeypatch, capsys, text, status):
+    def fails(*_):
+        raise jax.errors.JaxRuntimeError(text)
+
+    monkeypatch.setattr(train, "load", fails)
+    if status is None:
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            train.main([])
+    else:
+        assert train.main([]) == status
+        assert capsys.readouterr().err.endswith(f"\nerror: a device or XLA has failed ({text})\n")
 
 
 def test_a_run_on_packed_documents_of_a_mixture_evaluates_all_that_is_held_out(tmp_path, monkeypatch, capsys):
