@@ -58,7 +58,7 @@ def _status(argv: Sequence[str], stop: Stop) -> int:
         everywhere = isinstance(error, jzero.CheckpointError) and error.everywhere
         return ending.all_left(error, 1) if everywhere else ending.failed(error, 1)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        first_line = str(error).splitlines()[0]
+        first_line = str(error).partition("\n")[0]
         if distributed.lost_peer(error):
             return ending.failed(f"another process is gone, see what it said last ({first_line})", ending.LOST)
         if not distributed.lost_device(error):
