@@ -16,7 +16,6 @@ flattened mesh it was compiled for, never `device.id`.
 """
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
@@ -24,7 +23,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jzero.hlo_text import KINDS, HloError, Instruction, Module, Placed, closing
+from jzero.hlo_shapes import HloError, arrays, tuple_parts
+from jzero.hlo_text import KINDS, Instruction, Module, Placed
+from jzero.phases import Phase, Phases
 from jzero.replica_groups import replica_groups, source_target_pairs
 
 __all__ = ["KINDS", "Collective", "HloError", "Memory", "collectives", "memory", "traffic"]
@@ -47,6 +48,9 @@ class Collective:
         op_name: the path in the traced function, as in "jit(step)/while/body/all_gather"; "" where XLA kept none.
         matmuls: matrix multiplications that the schedule puts between its start and its done, in one execution: what it
             can hide under. 0 where it is not asynchronous.
+        phase: the part of a training step, as `phases.Phases` tells it; "forward" in a program without derivatives.
+        layer_turns: turns of the loop over layers in which it stands, the innermost loop of a forward or backward pass;
+            0 beside such loops.  XLA may take a turn of a loop out of it, which then stands beside it.
     """
 
     name: str
@@ -59,6 +63,8 @@ class Collective:
     loops: tuple[str, ...]
     op_name: str
     matmuls: int = 0
+    phase: Phase = "forward"
+    layer_turns: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -113,7 +119,8 @@ def collectives(program: "jax.stages.Compiled | str", mesh: Mesh) -> list[Collec
     found = list(module.walk(module.entry))
     if unreached := module.collective_names - {placed.instruction.name for placed in found}:
         raise HloError(f"collectives {sorted(unreached)} stand in no computation that the entry is seen to call")
-    return [c for placed in found for c in _read(placed, mesh)]
+    phases = Phases(module)
+    return [c for placed in found for c in _read(placed, mesh, phases)]
 
 
 def traffic(found: Iterable[Collective], by: tuple[str, ...] = ("kind", "axes", "dtype")) -> dict[tuple, int]:
@@ -162,11 +169,8 @@ def _check_mesh(compiled: jax.stages.Compiled, mesh: Mesh) -> None:
 
 # ---- instruction -> Collective --------------------------------------------------------------------------------------
 
-_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](\{[^}]*\})?")
 
-
-def _read(placed: Placed, mesh: Mesh) -> list[Collective]:
+def _read(placed: Placed, mesh: Mesh, phases: Phases) -> list[Collective]:
     """One Collective per dtype of the instruction's operands; none for groups of one device."""
     i, kind = placed.instruction, placed.instruction.kind or ""
     members = source_target_pairs if kind == "collective-permute" else replica_groups
@@ -180,10 +184,21 @@ def _read(placed: Placed, mesh: Mesh) -> list[Collective]:
         return []
     group_size = groups.shape[1] if kind != "collective-permute" else math.prod(mesh.shape[a] for a in axes)
     scale = group_size if kind == "reduce-scatter" else 1
-    op_name = found[1] if (found := _OP_NAME.search(i.free_text)) else ""
+    over_layers = phases.layer_loop(placed.whiles)
     return [
         Collective(
-            i.name, kind, axes, group_size, dtype, size * scale, placed.trips, placed.loops, op_name, placed.matmuls
+            name=i.name,
+            kind=kind,
+            axes=axes,
+            group_size=group_size,
+            dtype=dtype,
+            message_bytes=size * scale,
+            trips=placed.trips,
+            loops=placed.loops,
+            op_name=i.op_name,
+            matmuls=placed.matmuls,
+            phase=phases.of(i, placed.whiles),
+            layer_turns=over_layers.trip_count if over_layers else 0,
         )
         for dtype, size in _bytes_by_dtype(i.name, _output_shape(i)).items()
     ]
@@ -195,41 +210,20 @@ def _output_shape(i: Instruction) -> str:
         return i.shape
     if i.opcode == "all-reduce-start" and not i.shape.startswith("(("):
         return i.shape
-    parts = _tuple_parts(i.shape)
+    parts = tuple_parts(i.shape)
     if len(parts) < 2:
         raise HloError(f"instruction {i.name}: {i.opcode} of shape {i.shape!r} does not show inputs and outputs")
     return parts[1]
 
 
-def _tuple_parts(shape: str) -> list[str]:
-    """The top-level elements of a tuple shape; [] for an array."""
-    parts, rest = [], re.sub(r"/\*.*?\*/", "", shape)[1:-1] if shape.startswith("(") else ""
-    while rest := rest.lstrip(", "):
-        array = _ARRAY.match(rest)
-        end = closing(rest) if rest.startswith("(") else array.end() if array else -1
-        if end < 0:
-            raise HloError(f"cannot read the shape {shape!r}")
-        parts.append(rest[:end])
-        rest = rest[end:]
-    return parts
-
-
 def _bytes_by_dtype(name: str, shape: str) -> dict[str, int]:
     """Bytes of all arrays in a shape, as {HLO dtype: bytes}."""
     sizes: dict[str, int] = {}
-    for dtype, dims, layout in _ARRAY.findall(shape):
-        elements = math.prod(int(d.removeprefix("<=")) for d in dims.split(",") if d)
-        sizes[dtype] = sizes.get(dtype, 0) + -(-elements * _bits(name, dtype, layout) // 8)
+    try:
+        for array in arrays(shape):
+            sizes[array.dtype] = sizes.get(array.dtype, 0) + array.bytes
+    except HloError as error:
+        raise HloError(f"instruction {name}: {error}") from error
     if not sizes:
         raise HloError(f"instruction {name}: no array in the shape {shape!r}")
     return sizes
-
-
-def _bits(name: str, dtype: str, layout: str) -> int:
-    """Bits of one element in memory: narrower than a byte only where the layout says that elements are packed."""
-    if packed := re.search(r"\bE\((\d+)\)", layout):
-        return int(packed[1])
-    width = re.match(r"(?:bf|[fsuc])(\d+)", dtype)
-    if dtype != "pred" and not width:
-        raise HloError(f"instruction {name}: size of dtype {dtype!r} is not known")
-    return max(8, int(width[1])) if width else 8

@@ -7,15 +7,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jzero.hlo_shapes import HloError, closing
+
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
-class HloError(ValueError):
-    """A compiled program holds something that cannot be read exactly."""
-
-
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_ASSIGNMENT = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_ASSIGNMENT = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations|called_computations)"
     r"=(\{[^}]*\}|%?[\w.\-]+)"
@@ -24,6 +22,7 @@ _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"')
 _CUSTOM_CALL = re.compile(r'\bcustom_call_target="([^"]*)"')
 # Libraries' matrix multiplications, convolutions and attention.
 _MATMUL_CALL = re.compile(r"gemm|matmul|\$conv|fmha", re.IGNORECASE)
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 # What follows these is free text that may look like an attribute.
 _FREE_TEXT = re.compile(r", (?:metadata|frontend_attributes|backend_config|statistics)=")
 
@@ -36,6 +35,7 @@ class Instruction:
         name, shape, opcode: as printed.
         attributes: operands and structural attributes.
         free_text: metadata and backend_config.
+        is_root: whether it is the result of its computation.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Instruction:
     opcode: str
     attributes: str
     free_text: str
+    is_root: bool = False
 
     @property
     def kind(self) -> str | None:
@@ -74,6 +75,27 @@ class Instruction:
         return found[1] if found else ""
 
     @property
+    def operands(self) -> list[str]:
+        """Names of the operands; [] for a parameter and a constant."""
+        if self.opcode in ("parameter", "constant"):
+            return []
+        printed = re.sub(r"/\*.*?\*/", "", self.attributes[: closing("(" + self.attributes) - 2])
+        # Older XLA prints the shape before the name.
+        return re.findall(r"%([\w.\-]+)", printed) or [word.split()[-1] for word in printed.split(",") if word.strip()]
+
+    @property
+    def op_name(self) -> str:
+        """The path in the traced function, as in "jit(step)/while/body/all_gather"; "" where XLA kept none."""
+        found = _OP_NAME.search(self.free_text)
+        return found[1] if found else ""
+
+    @property
+    def custom_call_target(self) -> str:
+        """What a custom call calls; "" for other instructions."""
+        found = _CUSTOM_CALL.search(self.attributes)
+        return found[1] if found else ""
+
+    @property
     def trip_count(self) -> int:
         """How often this loop runs its body.
 
@@ -90,12 +112,17 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Placed:
-    """A collective where it stands; fields as in `hlo.Collective`."""
+    """A collective where it stands; fields as in `hlo.Collective`.
+
+    Attributes:
+        whiles: the `while` instruction of each.
+    """
 
     instruction: Instruction
     trips: int
     loops: tuple[str, ...]
     matmuls: int
+    whiles: tuple[Instruction, ...] = ()
 
 
 class Module:
@@ -120,7 +147,7 @@ class Module:
             elif line.startswith("}"):
                 current = None
             elif current is not None and (found := _ASSIGNMENT.match(line)):
-                current.append(parse_instruction(found[1], found[2]))
+                current.append(parse_instruction(found[2], found[3], is_root=bool(found[1])))
         if not text.startswith("HloModule") or not self.entry:
             raise HloError(f"not the HLO text of a compiled program (compile first): {text[:60]!r}")
         self._busy: dict[str, bool] = {}
@@ -137,11 +164,18 @@ class Module:
             self._busy[name] = any(i.kind or any(self.busy(c) for c in i.callees) for i in body)
         return self._busy[name]
 
-    def walk(self, name: str, trips: int = 1, loops: tuple[str, ...] = (), matmuls: int = 0) -> Iterator[Placed]:
+    def walk(
+        self,
+        name: str,
+        trips: int = 1,
+        loops: tuple[str, ...] = (),
+        matmuls: int = 0,
+        whiles: tuple[Instruction, ...] = (),
+    ) -> Iterator[Placed]:
         """Every collective that a run of computation `name` meets.
 
         Args:
-            trips, loops, matmuls: of the place from which it is called.
+            trips, loops, matmuls, whiles: of the place from which it is called.
 
         Raises:
             HloError: what a collective is, or how often it runs, cannot be told.
@@ -150,14 +184,14 @@ class Module:
             # What an asynchronous call wraps is not asynchronous itself.
             under = self.matmuls_under(name, position) if i.opcode.endswith("-start") else matmuls
             if i.kind:
-                yield Placed(i, trips, loops, under)
+                yield Placed(i, trips, loops, under, whiles)
             for callee in filter(self.busy, i.callees):
                 if i.opcode != "while":
-                    yield from self.walk(callee, trips, loops, under)
+                    yield from self.walk(callee, trips, loops, under, whiles)
                     continue
                 is_condition = re.search(rf"\bcondition=%?{re.escape(callee)}(?![\w.\-])", i.attributes)
                 count = i.trip_count + bool(is_condition)  # A condition is tested once more than the body runs.
-                yield from self.walk(callee, trips * count, (*loops, callee))
+                yield from self.walk(callee, trips * count, (*loops, callee), 0, (*whiles, i))
 
     def matmuls_under(self, name: str, start: int) -> int:
         """Matrix multiplications between what stands at `start` and what waits for it; 0 if that is not found here."""
@@ -173,13 +207,12 @@ class Module:
 
     def multiplies(self, i: Instruction) -> bool:
         """Whether an instruction multiplies matrices, itself or in what it calls."""
-        target = _CUSTOM_CALL.search(i.attributes)
-        if i.opcode in ("dot", "convolution") or (target and _MATMUL_CALL.search(target[1])):
+        if i.opcode in ("dot", "convolution") or _MATMUL_CALL.search(i.custom_call_target):
             return True
         return any(self.multiplies(inner) for callee in i.callees for inner in self.computations.get(callee, []))
 
 
-def parse_instruction(name: str, text: str) -> Instruction:
+def parse_instruction(name: str, text: str, *, is_root: bool = False) -> Instruction:
     """Splits `SHAPE OPCODE(OPERANDS), ATTRIBUTES`.
 
     Raises:
@@ -191,14 +224,4 @@ def parse_instruction(name: str, text: str) -> Instruction:
     if end < 0 or not parenthesis or not re.fullmatch(r"[a-z][\w\-]*", opcode):
         raise HloError(f"instruction {name}: cannot tell shape and operation apart in {text[:120]!r}")
     cut = found.start() if (found := _FREE_TEXT.search(rest)) else len(rest)
-    return Instruction(name, shape, opcode, rest[:cut], rest[cut:])
-
-
-def closing(text: str) -> int:
-    """The position after the parenthesis that closes the one `text` starts with; -1 if none does."""
-    depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
-        if depth == 0:
-            return found.end()
-    return -1
+    return Instruction(name, shape, opcode, rest[:cut], rest[cut:], is_root)

@@ -111,6 +111,23 @@ def test_traffic_is_the_table_of_the_stages_byte_for_byte(stage, mesh, micro_bat
         assert sent(ledger, "all-gather", loops=1) == 0
 
 
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("mesh", ["dp=8", "node=2,dp=2,tp=2"])
+def test_each_phase_sends_its_share_in_layer_loops_and_beside_them(mesh, micro_batches):
+    run, ledger, _ = compiled(mesh, 3, micro_batches)
+    psi, M = Psi(run), micro_batches
+    beside = psi.sharded - psi.stacked
+    large = [c for c in ledger if set(c.axes) <= set(DATA_AXES) and c.message_bytes > SCALARS_BYTES]
+    sums = hlo.traffic(large, by=("kind", "phase", "layer_turns"))
+    assert {key: size for key, size in sums.items() if key[0] != "all-reduce"} == {
+        ("all-gather", "forward", 0): M * beside,
+        ("all-gather", "forward", 4): M * psi.stacked,
+        ("all-gather", "backward", 4): M * psi.kernels,
+        ("reduce-scatter", "backward", 0): M * beside,
+        ("reduce-scatter", "backward", 4): M * psi.stacked,
+    }
+
+
 @pytest.mark.parametrize("mesh", ["dp=8", "dp=4,tp=2"])
 def test_full_rematerialisation_gathers_every_stacked_leaf_again(mesh):
     run, ledger, _ = compiled(mesh, 3, 4, remat="full")
