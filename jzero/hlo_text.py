@@ -68,6 +68,11 @@ class Instruction:
             return []  # Older XLA repeats `calls=` there.
         return [name for group in _CALLED.findall(self.attributes) for name in re.findall(r"[\w.\-]+", group)]
 
+    def called(self, role: str) -> str:
+        """The computation that this calls as its `role`, "body" or "condition"; "" without one."""
+        found = re.search(rf"\b{role}=%?([\w.\-]+)", self.attributes)
+        return found[1] if found else ""
+
     @property
     def first_operand(self) -> str:
         """Name of the first operand; "" without one."""
@@ -105,8 +110,8 @@ class Instruction:
         if found := _TRIPS.search(self.free_text):
             return int(found[1])
         raise HloError(
-            f"loop {self.name} holds collectives and has no known trip count: run it a number of times that is known "
-            "when it is compiled (scan, or fori_loop with constants)"
+            f"loop {self.name} has no known trip count, and what is in it counts: run it a number of times that is "
+            "known when it is compiled (scan, or fori_loop with constants)"
         )
 
 
@@ -151,11 +156,21 @@ class Module:
         if not text.startswith("HloModule") or not self.entry:
             raise HloError(f"not the HLO text of a compiled program (compile first): {text[:60]!r}")
         self._busy: dict[str, bool] = {}
+        self._users: dict[str, dict[str, list[Instruction]]] = {}
 
     @property
     def collective_names(self) -> set[str]:
         """Names of all collectives, whether the entry reaches them or not."""
         return {i.name for body in self.computations.values() for i in body if i.kind}
+
+    def users(self, name: str) -> dict[str, list[Instruction]]:
+        """Of each value of computation `name` that is used there, the instructions that use it."""
+        if name not in self._users:
+            users = self._users[name] = {}
+            for i in self.computations[name]:
+                for operand in dict.fromkeys(i.operands):
+                    users.setdefault(operand, []).append(i)
+        return self._users[name]
 
     def busy(self, name: str) -> bool:
         """Whether a run of computation `name` may meet a collective."""
@@ -189,8 +204,8 @@ class Module:
                 if i.opcode != "while":
                     yield from self.walk(callee, trips, loops, under, whiles)
                     continue
-                is_condition = re.search(rf"\bcondition=%?{re.escape(callee)}(?![\w.\-])", i.attributes)
-                count = i.trip_count + bool(is_condition)  # A condition is tested once more than the body runs.
+                # A condition is tested once more than the body runs.
+                count = i.trip_count + (callee == i.called("condition"))
                 yield from self.walk(callee, trips * count, (*loops, callee), 0, (*whiles, i))
 
     def matmuls_under(self, name: str, start: int) -> int:
