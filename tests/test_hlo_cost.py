@@ -85,7 +85,7 @@ def test_cudnn_computes_the_scores_once_more_on_the_way_back():
     assert found.flops == by_hand * ROWS * seq / 8
 
 
-# ---- functions --------------------------------------------------------------------------------------------------------
+# ---- functions -------------------------------------------------------------------------------------------------------
 
 
 def cost_of(f, *shapes) -> Cost:
@@ -134,7 +134,7 @@ def test_a_loop_of_unknown_length_cannot_be_counted():
         cost_of(f, (8,))
 
 
-# ---- texts: what libraries' calls look like ---------------------------------------------------------------------------
+# ---- texts: what libraries' calls look like --------------------------------------------------------------------------
 
 
 def program(lines: str, computations: str = "") -> str:
