@@ -2,7 +2,7 @@
 
 Datasheets give peaks; what is reached of them is an assumption, stands in a field of its own and is printed::
 
-    rates = Rates.of(gpu("h100"), mesh)
+    rates = Rates.of(GPUS["h100"], mesh)
     print("\\n".join(rates.assumptions()))
 
 Who talks over which link follows from the mesh.  Devices fill it host by host, so a group of devices that differ along
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from jax.sharding import Mesh
 
+from jzero.gpus import Gpu
 from jzero.hlo_cost import Cost
-from jzero.targets import DEVICES_PER_HOST, Gpu
 
 # A collective's fixed cost, and what each step of its ring adds: the order of what NCCL's own tables have for its
 # protocols (1 to 3 microseconds within a host, 3 to 14 across).
@@ -71,11 +71,11 @@ class Rates:
     kernel_s: float = 2e-6
 
     @staticmethod
-    def of(gpu: Gpu, mesh: Mesh, devices_per_host: int = DEVICES_PER_HOST, **reached: float) -> "Rates":
+    def of(gpu: Gpu, mesh: Mesh, devices_per_host: int | None = None, **reached: float) -> "Rates":
         """The rates of `gpu` with all groups that a program on `mesh` can have.
 
         Args:
-            devices_per_host: consecutive devices of the mesh, in flattened order, share a host.
+            devices_per_host: so many devices that follow each other in the mesh share a host; None is `gpu`'s.
             reached: other values for efficiencies, `wide_matmuls` and `kernel_s`.
 
         Raises:
@@ -83,7 +83,7 @@ class Rates:
         """
         axes = [name for name, size in mesh.shape.items() if size > 1]
         links = {
-            "+".join(chosen): _link(gpu, mesh, chosen, devices_per_host)
+            "+".join(chosen): _link(gpu, mesh, chosen, devices_per_host or gpu.devices_per_host)
             for count in range(1, len(axes) + 1)
             for chosen in itertools.combinations(axes, count)
         }

@@ -4,7 +4,7 @@ A program for GPUs is scheduled when it is compiled: its text is the order in wh
 collective is a pair, start and done, between which others run.  So its course can be followed without a GPU, given
 rates::
 
-    result = schedule(compiled, mesh, Rates.of(gpu("h100"), mesh))
+    result = schedule(compiled, mesh, Rates.of(GPUS["h100"], mesh))
     print(result.step_s, result.sums("phase", "kind"))
 
 One stream computes, in the order of the text; one communicates, a collective after the other in the order of their

@@ -17,6 +17,7 @@ from tiny_decoder import SEQ, decoder
 
 import jzero
 from jzero import hlo, targets
+from jzero.gpus import GPUS
 from jzero.models.decoder import Decoder, DecoderConfig, next_token_loss
 from jzero.rates import Link, Rates
 from jzero.schedule import Schedule, schedule
@@ -162,7 +163,7 @@ def rates_of(spelled: str, count: int, target: str = "h100", **more) -> Rates:
     sizes = dict(part.split("=") for part in spelled.split(","))
     devices = np.array([jax.devices()[0]] * count).reshape([int(n) for n in sizes.values()])
     mesh = Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-    return Rates.of(targets.gpu(target), mesh, **more)
+    return Rates.of(GPUS[target], mesh, **more)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def test_a_cpu_program_s_traffic_is_all_exposed():
     batch = {"tokens": jax.ShapeDtypeStruct((16, SEQ + 1), jnp.int32)}
     step = jzero.setup(decoder(), next_token_loss, optax.adamw(1e-3), "dp=8", batch, stage=3, micro_batches=2)
     program = step.lower()["step"].compile()
-    found = schedule(program, step.mesh, Rates.of(targets.gpu("h100"), step.mesh))
+    found = schedule(program, step.mesh, Rates.of(GPUS["h100"], step.mesh))
     assert found.exposed_s == pytest.approx(found.communication_s)
     assert found.step_s == pytest.approx(found.compute_s + found.exposed_s)
     ledger = hlo.collectives(program, step.mesh)
@@ -240,7 +241,7 @@ def scheduled(mesh: str = "dp=8", seq: int = 4096, stage: int = 3):
         precision=jzero.Precision(params="bfloat16"),
     )
     program = step.lower()["step"].compile(compiler_options=targets.COMPILER_OPTIONS)
-    return program, step.mesh, Rates.of(targets.gpu("h100"), step.mesh)
+    return program, step.mesh, Rates.of(GPUS["h100"], step.mesh)
 
 
 @pytest.mark.skipif(targets.available() is not None, reason=str(targets.available()))
