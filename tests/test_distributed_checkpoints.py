@@ -71,14 +71,27 @@ def assert_same_run(got, wanted):
 # Any number of processes goes on from what any other has saved.
 
 
-def test_one_process_goes_on_from_what_two_have_saved(corpus, tmp_path):
-    whole, two = tmp_path / "whole", tmp_path / "two"
-    trained(1, flags(corpus, whole, *LAYOUTS["s3dp8"]), tmp_path)
-    trained(2, flags(corpus, two, *LAYOUTS["s3dp8"]), tmp_path)
+def test_two_processes_train_as_one_end_when_one_is_signalled_and_one_goes_on(corpus, tmp_path):
+    two, whole = tmp_path / "two", tmp_path / "whole"
+    of_any_length = ["--optim.schedule", "constant", "--optim.warmup_steps", "0", "--checkpoint.every", "1000000"]
+    argv = flags(corpus, two, *of_any_length, "--steps", "1000000")
+    started = spawn_run(2, argv, tmp_path)
+    try:
+        happens(started, lambda: (two / "metrics.jsonl").exists() and len(losses(two)) >= 3)
+        started[1].send_signal(signal.SIGTERM)
+    finally:
+        speaker, other = wait(started)
+    assert (speaker.status, other.status) == (143, 143), speaker.err[-2000:] + other.err[-2000:]
+    (step,) = complete(two)
+    assert [row[0] for row in losses(two)] == list(range(1, step + 1))
+    assert "2 x 4 fake CPU devices" in speaker.out
+    assert f"stopped by SIGTERM after step {step} of 1000000" in speaker.out
+    said = "process 1 of 2: SIGTERM: ending after this step; again to end at once"
+    assert (other.out, other.err.strip()) == ("", said)
+
+    for run_dir in (two, whole):
+        trained(1, flags(corpus, run_dir, *of_any_length, "--steps", str(step + 3)), tmp_path)
     assert_same_run(two, whole)
-    one = crashed(two, tmp_path / "one")
-    trained(1, flags(corpus, one, *LAYOUTS["s3dp8"]), tmp_path)
-    assert_same_run(one, whole)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -251,6 +264,15 @@ def test_all_processes_leave_a_damaged_step_for_the_same_one(corpus, two, tmp_pa
     assert (other.out, other.err) == ("", "")
     assert names(run_dir / "checkpoints") == [str(SAVED), str(STEPS), f"{STEPS}.replaced"]
     assert_same_run(run_dir, two)
+
+
+@pytest.mark.slow
+def test_what_no_process_can_go_on_from_one_of_them_refuses(corpus, two, tmp_path):
+    first, second = wait(spawn_run(2, flags(corpus, two, *LAYOUTS["s3dp8"], "--seed", "1"), tmp_path))
+    assert (first.status, second.status) == (2, 2)
+    (line,) = first.err.splitlines()
+    assert line.startswith(f"error: seed = 1, and was 0 at step {STEPS} in {two / 'checkpoints'}: a run goes on with")
+    assert not second.err
 
 
 @pytest.fixture(scope="module")

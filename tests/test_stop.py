@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from processes import spawn_run, wait
 from test_train import FakeRun, good
 from tiny_run import TINY, batch_for_these_devices
 
@@ -349,23 +348,6 @@ def test_a_run_that_is_signalled_ends_after_its_step_and_says_where(tmp_path, co
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [steps[-1]]
     traces = list((tmp_path / "run").rglob("*.xplane.pb"))
     assert len(traces) == (profile != "none")  # one that was under way has been written
-
-
-def test_two_processes_end_after_the_same_step_though_one_of_them_is_signalled(tmp_path):
-    (tmp_path / "corpus.txt").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
-    argv = [*TINY, "--data.path", "corpus.txt", "--run.dir", "run", "--batch_size", "16", "--steps", "1000000"]
-    started = spawn_run(2, [*argv, "--checkpoint.every", "1000000", "--log.every", "1"], tmp_path)
-    try:
-        wait_for(tmp_path / "run" / "metrics.jsonl", started[1])
-        started[1].send_signal(TERM)
-    finally:
-        ended = wait(started)
-    assert [process.status for process in ended] == [143, 143], [process.err[-2000:] for process in ended]
-    (step,) = Checkpoints(tmp_path / "run" / "checkpoints").steps()
-    assert [line["step"] for line in lines(tmp_path / "run") if "loss" in line] == list(range(1, step + 1))
-    assert f"stopped by SIGTERM after step {step} of 1000000" in ended[0].out
-    assert "stopped by" not in ended[1].out
-    assert words_of(ended[1].err) == ["process 1 of 2: SIGTERM: ending after this step; again to end at once"]
 
 
 @pytest.mark.parametrize(("number", "after_s"), [(INT, 0.3), (TERM, 1.0), (INT, 2.5), (TERM, 4.0)])
