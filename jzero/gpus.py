@@ -109,14 +109,21 @@ def parse(target: str) -> Gpu:
     return replace(GPUS[base], **{"name": target.strip(), **changed})
 
 
+def by_name(device_kind: str) -> Gpu | None:
+    """The GPU of the table that calls itself `device_kind`, to the letter; None if there is none.
+
+    Variants of one chip (PCIe, less memory) have other rates.
+    """
+    return next((g for g in GPUS.values() if g.name == device_kind), None)
+
+
 def bf16_flops(device_kind: str) -> float | None:
     """Peak dense bfloat16 operations per second of the device that calls itself `device_kind`; None if not known.
 
-    The name must be the table's to the letter: variants of one chip (PCIe, less memory) have other peaks.  Nor is there
-    a peak for what has no bfloat16 matrix units, before compute capability 8.
+    There is no peak for what has no bfloat16 matrix units, before compute capability 8.
     """
-    known = {g.name: g for g in GPUS.values() if g.capability >= (8, 0)}
-    return known[device_kind].bf16_tflops * 1e12 if device_kind in known else None
+    found = by_name(device_kind)
+    return found.bf16_tflops * 1e12 if found and found.capability >= (8, 0) else None
 
 
 def _field(target: str, part: str) -> tuple[str, Any]:

@@ -13,12 +13,13 @@ host times a card's.
 """
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 from jax.sharding import Mesh
 
-from jzero.gpus import Gpu
+from jzero.gpus import Gpu, TargetError
 from jzero.hlo_cost import Cost
 
 # A collective's fixed cost, and what each step of its ring adds: the order of what NCCL's own tables have for its
@@ -79,7 +80,7 @@ class Rates:
             reached: other values for efficiencies, `wide_matmuls` and `kernel_s`.
 
         Raises:
-            ValueError: a mesh that reaches over hosts, of a GPU without a network rate.
+            TargetError: a mesh that reaches over hosts, of a GPU without a network rate.
         """
         axes = [name for name, size in mesh.shape.items() if size > 1]
         links = {
@@ -108,8 +109,12 @@ class Rates:
         passes = 2 if kind == "all-reduce" else 1
         return passes * link.latency_s + wire_bytes / (link.bytes_per_s * self.link_efficiency)
 
-    def assumptions(self) -> tuple[str, ...]:
-        """What is assumed, a line each."""
+    def assumptions(self, used: Collection[str] | None = None) -> tuple[str, ...]:
+        """What is assumed, a line each.
+
+        Args:
+            used: keys of the links to speak of; None for all.
+        """
         matmuls = (
             f"{self.device}: {self.matmul_flops_per_s / 1e12:g} TFLOPS in 16 bits, of which matrix products reach "
             f"{self.matmul_efficiency:.0%} (with 32-bit operands {self.wide_matmuls:g} times that)"
@@ -123,6 +128,7 @@ class Rates:
             f"{link.bytes_per_s / 1e9:g} GB/s per device, of which collectives reach {self.link_efficiency:.0%}, "
             f"after {link.latency_s * 1e6:.0f} us (an all-reduce twice that)"
             for axes, link in self.links.items()
+            if used is None or axes in used
         )
         return matmuls, memory, *links, "one collective at a time; it takes nothing from kernels that run beside it"
 
@@ -132,8 +138,9 @@ def _link(gpu: Gpu, mesh: Mesh, axes: tuple[str, ...], devices_per_host: int) ->
     within = ("NVLink", gpu.nvlink_gb_per_s) if gpu.nvlink_gb_per_s else ("PCIe", gpu.pcie_gb_per_s)
     network = members * gpu.nic_gb_per_s
     if hosts > 1 and not network:
-        raise ValueError(
-            f"{gpu.name} has no network rate (nic_gb_per_s), and groups along {axes} reach over {hosts} hosts"
+        raise TargetError(
+            f"{gpu.name} has no network card, and groups along {'+'.join(axes)} reach over {hosts} hosts of "
+            f"{devices_per_host}: say how fast it is, as in h100:nic_gb_per_s=12.5, or take one host"
         )
     kind, rate = within if hosts == 1 or within[1] <= network else ("network", network)
     steps = (hosts - 1) * _STEP_ACROSS_S + (hosts * members - hosts) * _STEP_IN_HOST_S

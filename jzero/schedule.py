@@ -99,7 +99,7 @@ class Schedule:
         cost: what was computed.
         collectives: in program order.
         timelines: of the whole program, and of each loop in which something is sent.
-        assumptions: of the rates.
+        assumptions: of the rates that count here.
     """
 
     step_s: float
@@ -160,7 +160,7 @@ def schedule(program: "jax.stages.Compiled | str", mesh: Mesh, rates: Rates) -> 
         cost=simulation.costs.of_computation(module.entry),
         collectives=tuple(times),
         timelines=tuple(_timelines(simulation, whole)),
-        assumptions=rates.assumptions(),
+        assumptions=rates.assumptions({"+".join(c.axes) for c in times}),
     )
 
 

@@ -159,3 +159,30 @@ def test_bad_input_is_one_line_and_status_2(argv, said, capsys):
     err = capsys.readouterr().err.strip()
     assert said in err
     assert "\n" not in err
+
+
+@needs_compiler
+def test_time_is_estimated_for_a_gpu_with_every_assumption():
+    gpu = targets.parse("h100")
+    mesh = jzero.make_mesh("node=2,dp=8", targets.gpu_devices(gpu, 16))
+    batch = {"tokens": jax.ShapeDtypeStruct((16, 129), jnp.int32)}
+    run = jzero.setup(
+        decoder(layers=4, layers_ahead=1, width=64, mlp_width=128, dtype="bfloat16"), next_token_loss,
+        optax.adamw(1e-3), mesh, batch, stage=3, precision=jzero.Precision(params="bfloat16"),
+    )  # fmt: skip
+    time = jzero.plan.of(run, gpu, tokens=jzero.plan.Tokens(128, 1e6)).time
+    assert time is not None
+    assert time.step_s == pytest.approx(time.compute_s + time.exposed_s)
+    assert time.tokens == 16 * 128
+    assert time.tokens_here == 128
+    assert time.mfu == pytest.approx(16 * 128 * 1e6 / time.step_s / (16 * 989e12))
+    assert {(s.phase, s.where, s.kind) for s in time.shares} >= {
+        ("forward", "layers", "all-gather"),
+        ("backward", "layers", "all-gather"),
+        ("backward", "layers", "reduce-scatter"),
+    }
+    assert any("groups along node+dp: network" in line for line in time.assumptions)
+    assert {line.phase for line in time.loops} == {"forward", "backward"}
+    sending = sum(share.seconds for share in time.shares)
+    assert time.tokens_to_hide == pytest.approx(128 * sending / time.compute_s)
+    assert sending - sum(share.hidden_s for share in time.shares) == pytest.approx(time.exposed_s)

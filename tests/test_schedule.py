@@ -188,7 +188,7 @@ def test_groups_within_a_host_have_its_links_and_others_their_members_cards(
 
 def test_gpus_without_nvlink_talk_over_pcie_and_without_a_card_to_no_other_host():
     assert rates_of("dp=8", 8, "l40s").links["dp"].kind == "PCIe"
-    with pytest.raises(ValueError, match=r"NVIDIA L40S has no network rate .* over 2 hosts"):
+    with pytest.raises(ValueError, match=r"NVIDIA L40S has no network card, .* over 2 hosts"):
         rates_of("dp=16", 16, "l40s")
 
 

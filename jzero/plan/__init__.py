@@ -8,8 +8,9 @@
 """
 
 from jzero.plan import text
+from jzero.plan.estimate import Estimate, Share, Tokens
 from jzero.plan.memory import Memory, Part
 from jzero.plan.report import Plan, of
 from jzero.plan.traffic import Sent, Traffic
 
-__all__ = ["Memory", "Part", "Plan", "Sent", "Traffic", "of", "text"]
+__all__ = ["Estimate", "Memory", "Part", "Plan", "Sent", "Share", "Tokens", "Traffic", "of", "text"]

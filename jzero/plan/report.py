@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 import jax
 
 import jzero
-from jzero import hlo, targets
+from jzero import gpus, hlo, targets
+from jzero.plan.estimate import Estimate, Tokens, estimate
 from jzero.plan.memory import Memory, memory_of, stage_of
 from jzero.plan.traffic import Traffic, traffic_of
+from jzero.rates import Rates
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Plan:
         rows: of a batch, over the whole mesh; micro_batches: forward-backward passes they are split into.
         capacity_bytes: memory of one device; None where nobody tells.
         memory, traffic: of one device.
+        time: an estimate; None where the rates of the device are not known.
         notes: what a user should know of how the model runs, and what is assumed here.
         label: what its settings say that the run does not know, such as {"remat": "full"}.
     """
@@ -39,6 +42,7 @@ class Plan:
     capacity_bytes: int | None
     memory: Memory
     traffic: Traffic
+    time: Estimate | None = None
     notes: tuple[str, ...] = ()
     label: dict[str, str] = field(default_factory=dict)
 
@@ -57,6 +61,7 @@ def of(
     run: jzero.Run,
     gpu: targets.Gpu | None = None,
     *,
+    tokens: Tokens | None = None,
     capacity_bytes: int | None = None,
     label: Mapping[str, str] | None = None,
 ) -> Plan:
@@ -64,7 +69,9 @@ def of(
 
     Args:
         run: from `jzero.setup`; on a mesh of `targets.gpu_devices`, the GPUs need not be here.
-        gpu: the description of those, for their memory and rates; None for devices that are here.
+        gpu: the description of those, for their memory and rates; None for devices that are here, of which a GPU that
+            the table knows by its name has rates, too.
+        tokens: what a row of the batch is to the model, for tokens per second.
         capacity_bytes: memory of one device, where it is not that of `gpu`.
         label: what a table is to say of it.
 
@@ -72,11 +79,13 @@ def of(
         HloError: the program cannot be read to the byte; the message names the instruction.
     """
     program = run.lower()["step"].compile(compiler_options=targets.COMPILER_OPTIONS if gpu else None)
+    device = run.mesh.devices.flat[0]
+    known = gpu or gpus.by_name(device.device_kind)
     per_host = gpu.devices_per_host if gpu else jax.local_device_count()
     stage = stage_of(run)
     ledger = hlo.collectives(program, run.mesh)
     return Plan(
-        device=gpu.name if gpu else run.mesh.devices.flat[0].device_kind,
+        device=gpu.name if gpu else device.device_kind,
         absent=gpu is not None,
         mesh=dict(run.mesh.shape),
         stage=stage,
@@ -86,6 +95,7 @@ def of(
         capacity_bytes=capacity_bytes or (gpu.memory_bytes if gpu else None),
         memory=memory_of(run, program, per_host),
         traffic=traffic_of(run, ledger, stage, per_host),
+        time=estimate(run, program, Rates.of(known, run.mesh, per_host), tokens) if known else None,
         notes=run.notes,
         label=dict(label or {}),
     )

@@ -13,6 +13,8 @@ import jzero
 from jzero import mesh, targets, watch
 from jzero.build import make_run
 from jzero.config import Config, ConfigError, resolve
+from jzero.models.flops import flops_per_token
+from jzero.plan.estimate import Tokens
 from jzero.plan.report import Plan, of
 
 HERE, CPU = "here", "cpu"
@@ -125,4 +127,6 @@ def plan_of(setting: Setting) -> Plan:
     run = make_run(config, jzero.make_mesh(config.mesh, devices))
     label = {"remat": config.model.remat, "micro_batch": str(config.micro_batch)}
     label |= {} if config.zero.regather else {"gathered": "kept"}
-    return of(run, gpu, capacity_bytes=None if gpu else watch.memory_limit(), label=label)
+    sizes, seq_len = config.model.decoder(config.precision.params), config.data.seq_len
+    tokens = Tokens(seq_len, flops_per_token(sizes, seq_len))
+    return of(run, gpu, tokens=tokens, capacity_bytes=None if gpu else watch.memory_limit(), label=label)

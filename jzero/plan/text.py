@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jzero.plan.estimate import Estimate
 from jzero.plan.memory import Part
 from jzero.plan.report import Plan
 from jzero.plan.traffic import BETWEEN_HOSTS, IN_HOST, Traffic
@@ -16,7 +17,12 @@ def describe(plan: Plan, margin: float = 0.0) -> str:
     """
     unit = Unit.of(plan)
     sections = [_head(plan, unit), _memory(plan, margin, unit), _traffic(plan, unit)]
+    if plan.time:
+        sections.append(_time(plan, plan.time, unit))
     return "\n\n".join([*sections, *([_notes(plan)] if plan.notes else [])])
+
+
+_WHERE = {"layers": "in the layer loop", "beside": "beside it"}
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,8 @@ def _row(plan: Plan, margin: float, unit: Unit) -> tuple[str, ...]:
         fits,
         show(plan.traffic.wire_bytes(IN_HOST)),
         show(plan.traffic.wire_bytes(BETWEEN_HOSTS)),
+        f"{plan.time.step_s * 1e3:,.0f}" if plan.time else "",
+        f"{plan.time.mfu:.1%}" if plan.time and plan.time.mfu else "",
     )
 
 
@@ -153,6 +161,41 @@ def _traffic(plan: Plan, unit: Unit) -> str:
             f"{show(traffic.tp_wire_bytes)}"
         )
     return "\n".join([*lines, *_not_as_written(traffic, unit)])
+
+
+def _time(plan: Plan, time: Estimate, unit: Unit) -> str:
+    """Seconds, what of the traffic hides, and what is assumed."""
+    mfu = f", mfu {time.mfu:.1%}" if time.mfu else ""
+    computing, waiting = _seconds(time.compute_s), _seconds(time.exposed_s)
+    lines = [
+        f"time of a step, an estimate: {_seconds(time.step_s)}, computing {computing} and waiting for links {waiting}",
+        f"  {time.tokens_per_s:,.0f} tokens/s over all devices{mfu}",
+    ]
+    if time.shares:
+        rows = [("  collectives", "message " + unit.name, "on the link", "hidden", "exposed")]
+        rows += [
+            (
+                f"  {share.phase}, {_WHERE[share.where]}: {share.kind} over {share.axes}",
+                unit.show(share.message_bytes),
+                _seconds(share.seconds),
+                f"{share.hidden_s / share.seconds:.1%}",
+                _seconds(share.seconds - share.hidden_s),
+            )
+            for share in time.shares
+            if share.message_bytes > 1e-6 * plan.memory.peak_bytes
+        ]
+        lines.append(table(rows))
+    if time.tokens_to_hide:
+        enough = "enough" if time.tokens_here >= time.tokens_to_hide else "too few"
+        lines.append(
+            f"  ZeRO's traffic takes as long as computing at {time.tokens_to_hide:,.0f} tokens in a device's "
+            f"microbatch; here are {time.tokens_here:,}: {enough} to hide it"
+        )
+    return "\n".join([*lines, *(f"  assumed: {line}" for line in time.assumptions)])
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 10 else f"{seconds * 1e3:,.1f} ms"
 
 
 def _not_as_written(traffic: Traffic, unit: Unit) -> list[str]:
