@@ -166,9 +166,9 @@ class Journal:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What is done meanwhile, with idle devices, does not count as time of steps."""
-        self._stands_at = self.now()
+        self._stands_at = at = self.now()
         yield
-        self._aside_s, self._stands_at = time.perf_counter() - self._stands_at, None
+        self._aside_s, self._stands_at = time.perf_counter() - at, None
 
     def say(self, line: str) -> None:
         """Prints `line` above the bar."""
