@@ -65,6 +65,8 @@ def compare(plans: Sequence[Plan], margin: float = 0.0) -> str:
         "fits",
         "wire, in a host",
         "between hosts",
+        "step ms",
+        "mfu",
     )
     rows = [head, *(_row(plan, margin, unit) for plan in plans)]
     first = plans[0]
