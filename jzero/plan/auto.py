@@ -7,7 +7,6 @@ there is.  A step of a setting is compiled for its microbatch of one row first; 
 the bytes that were missing.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,12 @@ from typing import Any
 import jax
 
 import jzero
-from jzero import gpus, watch
 from jzero import mesh as meshes
+from jzero import watch
 from jzero.build import make_run
 from jzero.config import Config, ConfigError, resolve
+from jzero.plan.fit import remedies
 from jzero.plan.report import Plan, of
-from jzero.zero import STAGES
 
 MARGIN = 0.1
 _REMAT = ("none", "dots", "full")
@@ -154,24 +153,6 @@ def name_of(config: Config) -> str:
     """A setting of the ladder, in words."""
     words = [f"stage {config.stage}", *([] if config.zero.regather else ["kept gathered"])]
     return ", ".join([*words, f"remat {config.model.remat}"])
-
-
-def remedies(plan: Plan, margin: float) -> str:
-    """What would make a plan fit that does not."""
-    usable = (plan.capacity_bytes or 0) * (1 - margin)
-    memory = plan.memory
-    shared = memory.at_rest_bytes + memory.bytes_of("gradients")
-    fixed = memory.peak_bytes - shared
-    words: list[str] = []
-    if plan.stage == max(STAGES) and usable > fixed > 0:
-        words.append(f"about {math.ceil(plan.devices * shared / (usable - fixed)):,} devices like these")
-    large = [name for name, gpu in gpus.GPUS.items() if gpu.memory_bytes * (1 - margin) >= memory.peak_bytes]
-    if large:
-        words.append(
-            f"as many GPUs with at least {memory.peak_bytes / (1 - margin) / 1e9:,.1f} GB ({', '.join(large)})"
-        )
-    words.append("shorter data.seq_len, or a larger tp")
-    return f"what would fit: {'; '.join(words)}"
 
 
 def _largest(plan_of: Callable[[int], Plan], rows: Sequence[int], smallest: Plan, margin: float) -> tuple[int, Plan]:

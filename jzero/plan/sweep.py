@@ -1,4 +1,7 @@
-"""Many plans: each compiled by a process of its own kind, as many at a time as there are cores."""
+"""Plans by other processes, as many at a time as there are cores.
+
+One plan for absent GPUs is made so, too: their compiler speaks of what this process could do nothing about.
+"""
 
 import os
 import sys
@@ -19,6 +22,7 @@ from jzero.plan.report import Plan
 from jzero.plan.settings import Setting, plan_of
 
 Result = Plan | ConfigError | targets.TargetError
+_TASKS = 16  # of a process: what compilers keep does not pile up
 _SHOWN = 2000  # last characters of what a process said that has died
 
 
@@ -52,13 +56,15 @@ def plans(settings: Sequence[Setting], kept: Kept, done: Callable[[], Any] = lam
 
 def _each(settings: dict[int, Setting]) -> Iterator[tuple[int, Result]]:
     workers = min(cores(), len(settings))
-    if workers <= 1:
+    if workers == 0 or (workers == 1 and all(setting.gpu is None for setting in settings.values())):
         yield from ((i, _plan_or_reason(setting)) for i, setting in settings.items())
         return
     with tempfile.TemporaryDirectory() as said:
         arguments = (jax.config.jax_platforms, jax.config.jax_num_cpu_devices, said)  # pyright: ignore[reportAttributeAccessIssue]
         context = get_context("spawn")  # what JAX has started does not survive a fork
-        with ProcessPoolExecutor(workers, context, initializer=_start, initargs=arguments) as pool:
+        with ProcessPoolExecutor(
+            workers, context, initializer=_start, initargs=arguments, max_tasks_per_child=_TASKS
+        ) as pool:
             futures: dict[Future[Result], int] = {
                 pool.submit(_plan_or_reason, setting): i for i, setting in settings.items()
             }

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jzero.plan.estimate import Estimate
+from jzero.plan.fit import remedies
 from jzero.plan.memory import Part
 from jzero.plan.report import Plan
 from jzero.plan.traffic import BETWEEN_HOSTS, IN_HOST, Traffic
@@ -130,8 +131,13 @@ def _memory(plan: Plan, margin: float, unit: Unit) -> str:
     if memory.gathered_bytes:
         rows.append(("  gathered parameters", show(memory.gathered_bytes), "", "the most at a time"))
     rows.append(("peak", show(memory.peak_bytes), "", _fit(plan, margin, unit)))
-    lines = table([row[:3] for row in rows]).split("\n")
-    return "\n".join(f"{line}  {row[3]}".rstrip() for line, row in zip(lines, rows, strict=True))
+    if memory.tiers.get("host"):
+        said = f"at rest; {show(memory.host_bytes_per_machine)} of a machine's memory"
+        rows.append(("host memory", show(memory.tiers["host"]), "", said))
+    cells = table([row[:3] for row in rows]).split("\n")
+    lines = [f"{line}  {row[3]}".rstrip() for line, row in zip(cells, rows, strict=True)]
+    does_not_fit = plan.capacity_bytes is not None and plan.missing_bytes(margin) > 0
+    return "\n".join([*lines, *([f"  {remedies(plan, margin)}"] if does_not_fit else [])])
 
 
 def _fit(plan: Plan, margin: float, unit: Unit) -> str:

@@ -1,0 +1,39 @@
+"""What would make a plan fit that does not."""
+
+import math
+
+from jzero import gpus
+from jzero.mesh import TP
+from jzero.plan.report import Plan
+from jzero.zero import STAGES
+
+
+def remedies(plan: Plan, margin: float) -> str:
+    """In words; more devices help as far as what they share is what takes the room.
+
+    Args:
+        margin: part of a device's memory that is to stay free.
+    """
+    usable = (plan.capacity_bytes or 0) * (1 - margin)
+    memory = plan.memory
+    shared = memory.at_rest_bytes + memory.bytes_of("gradients")
+    fixed = memory.peak_bytes - shared
+    words: list[str] = []
+    data_parallel = plan.devices // plan.mesh.get(TP, 1)
+    if data_parallel == 1:
+        words.append("stage 3 on more devices")
+    elif plan.stage < max(STAGES):
+        words.append("a higher stage")
+    elif usable > fixed > 0:
+        words.append(f"about {math.ceil(plan.devices * shared / (usable - fixed)):,} devices like these")
+    large = [name for name, gpu in gpus.GPUS.items() if gpu.memory_bytes * (1 - margin) >= memory.peak_bytes]
+    if large:
+        words.append(
+            f"as many GPUs with at least {memory.peak_bytes / (1 - margin) / 1e9:,.1f} GB ({', '.join(large)})"
+        )
+    if plan.label.get("remat") != "full":
+        words.append("model.remat full")
+    if plan.rows > data_parallel * plan.micro_batches:
+        words.append("a smaller micro_batch")
+    words.append("shorter sequences, or a larger tp")
+    return f"what would fit: {'; '.join(words)}"
