@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from jzero import compile_cache, mesh, targets
 from jzero.config import Config, ConfigError, load_with
-from jzero.plan import Plan, auto, formula_command, kept, text
+from jzero.plan import Plan, auto, formula_command, kept, plots, text
 from jzero.plan.flags import SWEEPS, flags
 from jzero.plan.settings import (
     CPU,
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(formula_command.answer(argv))
         else:
             print(answer(*load_with(argv, PROG, flags())))
-    except (ConfigError, targets.TargetError, compile_cache.CacheError) as error:
+    except (ConfigError, targets.TargetError, compile_cache.CacheError, plots.PlotError) as error:
         return _failed(error, 2)
     except PlanError as error:
         return _failed(error, 1)
@@ -63,8 +63,11 @@ def answer(config: Config, own: dict[str, Any]) -> str:
         ConfigError: settings that cannot be, or of which none fits.
         TargetError: an unknown target, or nothing to compile for it with.
         CacheError: plans cannot be kept where they should.
+        PlotError: a picture cannot be made where it should.
         PlanError: a compiler has ended its process.
     """
+    if "plot" in own:
+        plots.check(own["plot"])
     swept = {key: own[key] for key in SWEEPS if key in own}
     configs = combinations(config, **swept)
     gpu = start_devices(own.get("target", HERE), configs, own.get("devices"))
@@ -77,6 +80,8 @@ def answer(config: Config, own: dict[str, Any]) -> str:
 
     chosen = [_chosen(each, device_count(each, gpu, own.get("devices")), made, margin) for each in configs]
     lines, found = [line for said, _ in chosen for line in said], made([each for _, each in chosen])
+    if "plot" in own:
+        plots.save(own["plot"], found, margin)
     if own.get("json"):
         many = pydantic.TypeAdapter(list[Plan] if swept else Plan)
         return many.dump_json(found if swept else found[0], indent=1).decode()  # pyright: ignore[reportArgumentType]

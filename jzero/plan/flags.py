@@ -33,6 +33,7 @@ def flags() -> argparse.ArgumentParser:
     add("--micro_batches", type=_list(_count), help="several, such as 1,2,4")
     add("--remats", type=_list(str, get_args(Remat)), help="several, such as none,full")
     add(formula_command.FLAG, metavar="paper|deepspeed", help="closed formulas instead; see --formula paper --help")
+    add("--plot", metavar="FILE.png", help="draws memory, traffic and the layer loop too (.png, .svg or .pdf)")
     add("--json", action="store_true", help="everything, as JSON")
     return own
 
