@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from jzero import compile_cache, mesh, targets
 from jzero.config import Config, ConfigError, load_with
+from jzero.ending import failed
 from jzero.plan import Plan, auto, formula_command, kept, plots, text
 from jzero.plan.flags import SWEEPS, flags
 from jzero.plan.settings import (
@@ -45,15 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(answer(*load_with(argv, PROG, flags())))
     except (ConfigError, targets.TargetError, compile_cache.CacheError, plots.PlotError) as error:
-        return _failed(error, 2)
+        return failed(error, 2)
     except PlanError as error:
-        return _failed(error, 1)
+        return failed(error, 1)
     return 0
-
-
-def _failed(error: Exception, status: int) -> int:
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    return status
 
 
 def answer(config: Config, own: dict[str, Any]) -> str:
