@@ -17,6 +17,7 @@ import jax
 
 from jzero import targets
 from jzero.config import ConfigError
+from jzero.hlo import HloError
 from jzero.plan.kept import Kept
 from jzero.plan.report import Plan
 from jzero.plan.settings import Setting, plan_of
@@ -27,7 +28,7 @@ _SHOWN = 2000  # last characters of what a process said that has died
 
 
 class PlanError(RuntimeError):
-    """A compiler that ended its process."""
+    """A compiler that failed, or that ended its process."""
 
 
 def plans(settings: Sequence[Setting], kept: Kept, done: Callable[[], Any] = lambda: None) -> list[Result]:
@@ -38,7 +39,7 @@ def plans(settings: Sequence[Setting], kept: Kept, done: Callable[[], Any] = lam
         done: called after each.
 
     Raises:
-        PlanError: a compiler has ended its process.
+        PlanError: a compiler has failed, or has ended its process.
     """
     found: dict[int, Result] = {}
     for i, setting in enumerate(settings):
@@ -94,6 +95,9 @@ def _plan_or_reason(setting: Setting) -> Result:
         return plan_of(setting)
     except (ConfigError, targets.TargetError) as error:
         return error
+    except (jax.errors.JaxRuntimeError, HloError) as error:
+        words = " ".join(str(error).split())
+        raise PlanError(f"stage {setting.config.stage} on mesh {setting.config.mesh}: {words[:_SHOWN]}") from None
 
 
 def _last_words(files: Iterable[Path]) -> str:
