@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import jax
 
 from jzero.hlo_flops import rule
-from jzero.hlo_shapes import Array, HloError, arrays, shape_bytes
+from jzero.hlo_shapes import Array, arrays, shape_bytes
 from jzero.hlo_text import Instruction, Module
 
 #: Run computations of their own; what is in them costs, not they.
@@ -95,7 +95,6 @@ class Costs:
 
     def __init__(self, module: Module) -> None:
         self.module = module
-        self._tables: dict[str, dict[str, Instruction]] = {}
         self._totals: dict[str, Cost] = {}
 
     def of_computation(self, name: str) -> Cost:
@@ -157,7 +156,7 @@ class Costs:
     def _read(self, computation: str, i: Instruction) -> int:
         if i.opcode == "fusion":
             return self._read_by_fusion(computation, i)
-        sizes = [shape_bytes(self._named(computation, name).shape) for name in i.operands]
+        sizes = [shape_bytes(self.module.named(computation, name).shape) for name in i.operands]
         if i.opcode in _SLICES:
             return shape_bytes(i.shape) + sum(sizes[1:])
         if i.opcode in ("dynamic-update-slice", "scatter"):
@@ -173,7 +172,7 @@ class Costs:
         }
         read = 0
         for number, name in enumerate(i.operands):
-            whole = shape_bytes(self._named(computation, name).shape)
+            whole = shape_bytes(self.module.named(computation, name).shape)
             found = arrays(parameters[number].shape)
             if len(found) == 1 and found[0].elements:
                 read += (
@@ -208,18 +207,18 @@ class Costs:
     def _written_by(self, computation: str, i: Instruction) -> int:
         """Bytes that a result of a fusion takes to write."""
         if i.opcode == "tuple":
-            return sum(self._written_by(computation, self._named(computation, name)) for name in i.operands)
+            return sum(self._written_by(computation, self.module.named(computation, name)) for name in i.operands)
         if i.opcode == "bitcast" and not i.shape.startswith("("):
-            source = self._named(computation, i.operands[0])
+            source = self.module.named(computation, i.operands[0])
             return (
                 self._written_by(computation, source)
                 if source.opcode == "dynamic-update-slice"
                 else shape_bytes(i.shape)
             )
         if i.opcode == "dynamic-update-slice":
-            return shape_bytes(self._named(computation, i.operands[1]).shape)
+            return shape_bytes(self.module.named(computation, i.operands[1]).shape)
         if i.opcode == "scatter":
-            return shape_bytes(self._named(computation, i.operands[-1]).shape)
+            return shape_bytes(self.module.named(computation, i.operands[-1]).shape)
         return shape_bytes(i.shape)
 
     def _is_result(self, computation: str, i: Instruction) -> bool:
@@ -236,15 +235,8 @@ class Costs:
 
     # ---- names -------------------------------------------------------------------------------------------------------
 
-    def _named(self, computation: str, name: str) -> Instruction:
-        if computation not in self._tables:
-            self._tables[computation] = {i.name: i for i in self.module.computations[computation]}
-        if name not in self._tables[computation]:
-            raise HloError(f"computation {computation}: no instruction {name!r}, which is an operand there")
-        return self._tables[computation][name]
-
     def _array(self, computation: str, name: str) -> Array:
-        return arrays(self._named(computation, name).shape)[0]
+        return arrays(self.module.named(computation, name).shape)[0]
 
     def _users(self, computation: str) -> dict[str, list[Instruction]]:
         return self.module.users(computation)

@@ -28,6 +28,11 @@ class Array:
     layout: str = ""
 
     @property
+    def printed(self) -> str:
+        """As in "bf16[8,128]"."""
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+    @property
     def elements(self) -> int:
         """Number of elements; 1 for a scalar."""
         return math.prod(self.dims)

@@ -157,11 +157,24 @@ class Module:
             raise HloError(f"not the HLO text of a compiled program (compile first): {text[:60]!r}")
         self._busy: dict[str, bool] = {}
         self._users: dict[str, dict[str, list[Instruction]]] = {}
+        self._named: dict[str, dict[str, Instruction]] = {}
 
     @property
     def collective_names(self) -> set[str]:
         """Names of all collectives, whether the entry reaches them or not."""
         return {i.name for body in self.computations.values() for i in body if i.kind}
+
+    def named(self, computation: str, name: str) -> Instruction:
+        """An instruction of a computation.
+
+        Raises:
+            HloError: there is none of that name.
+        """
+        if computation not in self._named:
+            self._named[computation] = {i.name: i for i in self.computations[computation]}
+        if name not in self._named[computation]:
+            raise HloError(f"computation {computation}: no instruction {name!r}, which is an operand there")
+        return self._named[computation][name]
 
     def users(self, name: str) -> dict[str, list[Instruction]]:
         """Of each value of computation `name` that is used there, the instructions that use it."""

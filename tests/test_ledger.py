@@ -27,10 +27,14 @@ import jzero
 from jzero import hlo
 from jzero.mesh import DATA_AXES, TP
 from jzero.models.decoder import next_token_loss
+from jzero.saved import saved
 
 pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="the meshes are for 8 devices")
 
 SCALARS_BYTES = 64  # a norm scale of the test model has 128, all scalars of a step together fewer
+
+
+kept = {}  # what each run's forward pass keeps
 
 
 @functools.cache
@@ -47,6 +51,7 @@ def compiled(mesh, stage, micro_batches, remat="none", regather=True, axes=DATA_
         zero=jzero.Zero(regather=regather, axes=axes),
     )
     program = run.lower()["step"].compile()
+    kept[id(run)] = saved(program)
     return run, hlo.collectives(program, run.mesh), hlo.memory(program)
 
 
@@ -194,6 +199,22 @@ def test_stage_3_holds_at_most_two_layers_more_than_stage_2(mesh, remat, micro_b
     psi = Psi(run)
     layers = flatten_dict(run.abstract_state.params)["layers", "mlp", "up", "kernel"].shape[0]
     assert stage3.temp_bytes - stage2.temp_bytes <= 2 * psi.stacked / layers + (psi.sharded - psi.stacked)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("mesh", ["dp=8", "dp=4,tp=2"])
+def test_activations_saved_for_backward_are_the_same_at_every_stage(mesh, remat, micro_batches):
+    found = [kept[id(compiled(mesh, stage, micro_batches, remat=remat)[0])] for stage in range(4)]
+    activations = {s.activation_bytes for s in found}
+    assert len(activations) == 1
+    layers, rows, width, tp = 4, 8 // (8 if mesh == "dp=8" else 4), 32, 1 if mesh == "dp=8" else 2
+    between_layers = layers * rows * SEQ * width * 4
+    if remat == "full":  # The input of each layer, and the way from the last one to the loss.
+        assert between_layers < activations.pop() < 4 * between_layers
+    else:
+        assert activations.pop() > 10 * between_layers / tp
+    assert [s.gathered_bytes > 0 for s in found] == [False, False, False, True]
 
 
 @pytest.mark.parametrize(
