@@ -50,9 +50,10 @@ def main() -> None:
     args = arguments()
     cells = list(cells_of(args.models.split(","), [int(n) for n in args.gpus.split(",")]))
     start = time.monotonic()
-    found = dict(zip(cells, planned(cells, args.cache), strict=True))
+    made, before = planned(cells, args.cache)
+    found = dict(zip(cells, made, strict=True))
     took = time.monotonic() - start
-    text = "\n".join([head(found, took), *table(found), "", *fewest_gpus(found), ""])
+    text = "\n".join([head(found, before, took), *table(found), "", *fewest_gpus(found), ""])
     print(text)
     Path(args.out).write_text(text)
 
@@ -64,15 +65,17 @@ def cells_of(models: Sequence[str], gpus: Sequence[int]) -> Iterator[Cell]:
             yield from (Cell(model, count, stage) for stage in (STAGES if count > 1 else (0,)))
 
 
-def planned(cells: Sequence[Cell], cache: str) -> list[Plan]:
-    gpu = targets.parse(COMPILED_FOR)
+def planned(cells: Sequence[Cell], cache: str) -> tuple[list[Plan], int]:
+    """The plans, and how many of them an earlier call had made."""
+    gpu, kept = targets.parse(COMPILED_FOR), Kept(directory(None if cache == "none" else cache))
     settings = [setting_of(config_of(cell), gpu) for cell in cells]
+    before = sum(kept.get(setting) is not None for setting in settings)
     with tqdm(total=len(settings), unit="plan") as bar:
-        results = plans(settings, Kept(directory(None if cache == "none" else cache)), bar.update)
+        results = plans(settings, kept, bar.update)
     for cell, result in zip(cells, results, strict=True):
         if isinstance(result, Exception):
             raise SystemExit(f"error: {cell}: {result}")
-    return [result for result in results if isinstance(result, Plan)]
+    return [result for result in results if isinstance(result, Plan)], before
 
 
 def config_of(cell: Cell) -> Config:
@@ -87,8 +90,9 @@ def config_of(cell: Cell) -> Config:
 
 HEAD = """# What fits where
 
-Made by `python {command}`: {programs} programs in {minutes:.0f} minutes on
-{cores} CPU cores, with {memory:.1f} GB of memory for the largest of {cores} processes, jax {jax}. No GPU was there.
+Made by `python {command}`, on a machine without a GPU: {programs} in
+{minutes:.0f} minutes on {cores} CPU cores ({cpu_minutes:.0f} CPU minutes), {memory:.1f} GB for the largest of {cores}
+processes, jax {jax}.
 
 A cell says *model states / peak* of one GPU, in GB (10^9 bytes), and the smallest card that holds the peak, **-** where
 none does. States are parameters (bfloat16), gradients, master, m and v (float32), 18 bytes a parameter in all; the peak
@@ -99,14 +103,15 @@ data-parallel. On one GPU all stages are one program.
 """
 
 
-def head(found: dict[Cell, Plan], took_s: float) -> str:
-    used = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF))
+def head(found: dict[Cell, Plan], before: int, took_s: float) -> str:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF)]
     return HEAD.format(
         command=" ".join(["examples/benchmarks/fit_table.py", *sys.argv[1:]]),
-        programs=len(found),
+        programs=f"{len(found)} programs" + (f" ({before} by an earlier call)" if before else ""),
         minutes=took_s / 60,
         cores=cores(),
-        memory=used * 1024 / 1e9,
+        cpu_minutes=sum(of.ru_utime + of.ru_stime for of in used) / 60,
+        memory=max(of.ru_maxrss for of in used) * 1024 / 1e9,
         jax=jax.__version__,
         seq_len=SEQ_LEN,
         cards=", ".join(f"{card} GB: {targets.GPUS[gpu].memory_bytes / 1e9:.1f}" for card, gpu in CARDS.items()),

@@ -16,13 +16,12 @@ from jax.sharding import NamedSharding
 import jzero
 from jzero import hlo
 from jzero.mesh import DATA_AXES, TP, data_size
+from jzero.plan import formulas
 
 # Class of an optimizer's array by the name under which optax, or jzero, keeps it.
 _OPTIMIZER = {"master": "master", "mu": "m", "nu": "v"}
 #: Class -> bytes per parameter in the paper, in the order in which they are shown.
 PAPER: Mapping[str, int] = {"parameters": 2, "gradients": 2, "master": 4, "m": 4, "v": 4}
-#: Class -> the lowest stage that shards it.
-SHARDED_FROM: Mapping[str, int] = {"parameters": 3, "gradients": 2, "master": 1, "m": 1, "v": 1}
 
 
 @dataclass(frozen=True)
@@ -152,16 +151,22 @@ def _parts(run: jzero.Run) -> list[Part]:
     elements["gradients"] = run.grads_bytes() // run.grads_dtype.itemsize
     trained, stage = sum(x.size for x in jax.tree.leaves(state.params)), stage_of(run)
     names = [*PAPER, *(name for name in nbytes if name not in PAPER)]
-    return [_part(run, name, nbytes.get(name, 0), elements.get(name, 0), trained, stage) for name in names]
+    closed = _closed_form(trained, stage, run)
+    return [_part(name, nbytes.get(name, 0), elements.get(name, 0), closed.get(name)) for name in names]
 
 
-def _part(run: jzero.Run, name: str, nbytes: int, elements: int, trained: int, stage: int) -> Part:
+def _closed_form(trained: int, stage: int, run: jzero.Run) -> dict[str, float]:
+    """Class -> bytes of one device."""
+    states = formulas.states(trained, stage, data_size(run.mesh), run.mesh.shape[TP])
+    one_moment = states.moments / 2
+    return dict(zip(PAPER, (states.params, states.grads, states.master, one_moment, one_moment), strict=True))
+
+
+def _part(name: str, nbytes: int, elements: int, formula: float | None) -> Part:
     """A part beside the paper's count, with the difference taken apart: in bytes per element, and in elements."""
-    if name not in PAPER:
+    if formula is None:
         return Part(name, nbytes, 0.0, "not in the paper's count" if nbytes else "")
-    shards = data_size(run.mesh) if stage >= SHARDED_FROM[name] else 1
-    ideal = trained / (shards * run.mesh.shape[TP])
-    formula = PAPER[name] * ideal
+    ideal = formula / PAPER[name]
     reasons: list[str] = []
     if not elements:
         return Part(name, nbytes, formula, "the run keeps none")

@@ -18,6 +18,7 @@ import jzero
 from jzero import hlo, traced
 from jzero.hlo import Collective
 from jzero.mesh import DATA_AXES, TP, data_size
+from jzero.plan import formulas
 
 IN_HOST, BETWEEN_HOSTS = "in a host", "between hosts"
 
@@ -112,6 +113,7 @@ def link_of(mesh: Mesh, axes: tuple[str, ...], devices_per_host: int) -> str:
 
 def _closed_form(run: jzero.Run, stage: int) -> tuple[float, str]:
     psi = sum(x.size for x in jax.tree.leaves(run.abstract_state.params)) / run.mesh.shape[TP]
-    n, parts = data_size(run.mesh), run.micro_batches
-    times = {0: 2, 1: 2, 2: parts + 1, 3: 3 * parts}[stage]
-    return times * psi * (n - 1) / n, f"{times}Ψ" + (f" (M = {parts})" if stage >= 2 and parts > 1 else "")
+    parts = run.micro_batches
+    of_one = formulas.traffic(1, stage, data_size(run.mesh), parts)
+    several = f" (M = {parts})" if stage >= 2 and parts > 1 else ""
+    return of_one.wire_elements * psi, f"{of_one.ring_elements:g}Ψ{several}"
