@@ -12,6 +12,7 @@ from jzero.plan.estimate import Estimate, Tokens, estimate
 from jzero.plan.memory import Memory, memory_of, stage_of
 from jzero.plan.traffic import Traffic, traffic_of
 from jzero.rates import Rates
+from jzero.saved import saved
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def of(
     known = gpu or gpus.by_name(device.device_kind)
     per_host = gpu.devices_per_host if gpu else jax.local_device_count()
     stage = stage_of(run)
-    ledger = hlo.collectives(program, run.mesh)
+    ledger, kept = hlo.collectives(program, run.mesh), saved(program)
     return Plan(
         device=gpu.name if gpu else device.device_kind,
         absent=gpu is not None,
@@ -93,7 +94,7 @@ def of(
         rows=jax.tree.leaves(run.abstract_batch)[0].shape[0],
         micro_batches=run.micro_batches,
         capacity_bytes=capacity_bytes or (gpu.memory_bytes if gpu else None),
-        memory=memory_of(run, program, per_host),
+        memory=memory_of(run, program, per_host, kept.activation_bytes, kept.gathered_bytes),
         traffic=traffic_of(run, ledger, stage, per_host),
         time=estimate(run, program, Rates.of(known, run.mesh, per_host), tokens) if known else None,
         notes=run.notes,
