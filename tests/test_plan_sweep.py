@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from jzero.config import ConfigError, validate
+from jzero.plan import Estimate, Memory, Plan, Traffic, kept, sweep, text
 from jzero.plan import __main__ as cli
-from jzero.plan import kept, sweep
 from jzero.plan.settings import combinations, setting_of
 
 pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="the meshes are for 8 devices")
@@ -89,3 +89,19 @@ def test_a_sweep_is_one_table_of_plans_by_several_processes(tmp_path, capsys, mo
 def test_bad_sweeps_are_refused(argv, said, capsys):
     assert cli.main(argv) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_table_names_the_fastest_of_those_that_fit():
+    fast, slow, large = (plan_of_peak(peak, step_s) for peak, step_s in ((60, 1.0), (50, 2.0), (90, 0.5)))
+    said = text.compare([slow, fast, large], 0.1).splitlines()
+    assert len(said) == 6
+    assert "18.00 too much" in said[4]
+    assert said[-1] == "fastest that fits: dp=8, stage 3, remat full, 8 tokens/s over all devices"
+    assert text.compare([large, large], 0.1).splitlines()[-1].startswith("none fits; of the last, what would fit: ")
+
+
+def plan_of_peak(peak_gb, step_s):
+    memory = Memory((), {}, 0, 0, 0, 0, 0, peak_gb * 10**9)
+    time = Estimate(step_s, step_s, 0.0, 0.0, 0, 0.0, 8, 1, 0.0, (), (), ())
+    nothing = Traffic((), 0, 0, 0.0, "")
+    return Plan("GPU", True, {"dp": 8}, 3, 1, 8, 1, 80 * 10**9, memory, nothing, time, label={"remat": "full"})

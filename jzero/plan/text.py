@@ -41,39 +41,36 @@ class Unit:
     def show(self, nbytes: float) -> str:
         """The number, without the unit, with three digits or those before the point."""
         size = nbytes / self.nbytes
-        return (
-            f"{size:,.0f}"
-            if abs(size) >= 1000
-            else f"{size:.2f}"
-            if abs(size) >= 0.1
-            else f"{size:.2g}"
-            if size
-            else "0"
-        )
+        if not size:
+            return "0"
+        digits = ",.0f" if abs(size) >= 1000 else ".2f" if abs(size) >= 0.1 else ".2g"
+        return format(size, digits)
 
 
 def compare(plans: Sequence[Plan], margin: float = 0.0) -> str:
     """One line for each plan: what it holds, whether it fits, and what it sends."""
     unit = max((Unit.of(plan) for plan in plans), key=lambda unit: unit.nbytes)
     head = (
-        "mesh",
-        "stage",
-        "remat",
-        "rows",
-        "states",
-        "temporaries",
-        "peak",
-        "fits",
-        "wire, in a host",
-        "between hosts",
-        "step ms",
-        "mfu",
-    )
+        "mesh", "stage", "remat", "rows", "states", "temporaries", "peak", "fits", "wire, in a host", "between hosts",
+        "step ms", "mfu",
+    )  # fmt: skip
     rows = [head, *(_row(plan, margin, unit) for plan in plans)]
     first = plans[0]
     capacity = "" if first.capacity_bytes is None else f" of {unit.show(first.capacity_bytes)}"
     said = f"{first.parameters:,} parameters on {first.device}; {unit.name} of one device{capacity}"
-    return f"{said}, {margin:.0%} to stay free\n{table(rows)}"
+    return "\n".join([f"{said}, {margin:.0%} to stay free", table(rows), *_fastest(plans, margin)])
+
+
+def _fastest(plans: Sequence[Plan], margin: float) -> list[str]:
+    """Which of several plans that fit trains most tokens per second, by the estimate."""
+    rates = {i: plan.time.tokens_per_s for i, plan in enumerate(plans) if plan.time and plan.missing_bytes(margin) <= 0}
+    if len(plans) == 1 or not any(plan.time for plan in plans):
+        return []
+    if not rates:
+        return [f"none fits; of the last, {remedies(plans[-1], margin)}"]
+    best = max(rates, key=lambda i: rates[i])
+    mesh, stage, remat, *_ = _row(plans[best], margin, Unit.of(plans[best]))
+    return [f"fastest that fits: {mesh}, stage {stage}, remat {remat}, {rates[best]:,.0f} tokens/s over all devices"]
 
 
 def _row(plan: Plan, margin: float, unit: Unit) -> tuple[str, ...]:
@@ -81,7 +78,7 @@ def _row(plan: Plan, margin: float, unit: Unit) -> tuple[str, ...]:
     fits = "" if plan.capacity_bytes is None else "yes" if missing <= 0 else f"{show(missing)} too much"
     return (
         ",".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1) or "one device",
-        str(plan.stage),
+        f"{plan.stage} kept" if plan.label.get("gathered") else str(plan.stage),
         plan.label.get("remat", ""),
         f"{plan.rows} / {plan.micro_batches}" if plan.micro_batches > 1 else str(plan.rows),
         show(plan.memory.states_bytes),
