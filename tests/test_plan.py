@@ -150,6 +150,7 @@ def test_the_command_plans_for_gpus_that_are_not_here(capsys):
         (("--target", "h100", "--mesh", "dp=5,tp=2"), "10 devices"),
         (("--target", "h100", "--mesh", "dp=-1,tp=3", "--devices", "8"), "tp = 3 must divide"),
         (("--batch_size", "3", "--mesh", "dp=8"), "batch_size"),
+        (("--target", "v100-16"), "has no bfloat16"),
         (("--margin", "2"), "--margin"),
         (("--devices", "none"), "--devices"),
     ],

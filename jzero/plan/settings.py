@@ -19,6 +19,7 @@ from jzero.plan.report import Plan, of
 
 HERE, CPU = "here", "cpu"
 FAKE_DEVICES = 8
+_BFLOAT16 = (8, 0)  # the first compute capability that multiplies it
 
 
 def fixed_by_environment() -> bool:
@@ -95,7 +96,13 @@ def setting_of(config: Config, gpu: targets.Gpu | None, devices: int | None = No
         rows = (config.micro_batch or 1) * full[mesh.NODE] * full[mesh.DP]
         config = config.model_copy(update={"batch_size": rows})
     hosts = [str(i // per_host) for i in range(count)]
-    return Setting(resolve(config, count, "cuda" if gpu else jax.default_backend(), hosts), gpu)
+    resolved = resolve(config, count, "cuda" if gpu else jax.default_backend(), hosts)
+    if gpu and gpu.capability < _BFLOAT16 and resolved.precision.params == "bfloat16":
+        raise ConfigError(
+            f"precision.params = bfloat16: {gpu.name} has no bfloat16 (compute capability "
+            f"{gpu.capability[0]}.{gpu.capability[1]}); take --precision.params float32 or a newer GPU"
+        )
+    return Setting(resolved, gpu)
 
 
 def device_count(config: Config, gpu: targets.Gpu | None, devices: int | None = None) -> int:

@@ -96,8 +96,8 @@ def _plan_or_reason(setting: Setting) -> Result:
     except (ConfigError, targets.TargetError) as error:
         return error
     except (jax.errors.JaxRuntimeError, HloError) as error:
-        words = " ".join(str(error).split())
-        raise PlanError(f"stage {setting.config.stage} on mesh {setting.config.mesh}: {words[:_SHOWN]}") from None
+        words = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PlanError(f"stage {setting.config.stage} on mesh {setting.config.mesh}: {words}") from None
 
 
 def _last_words(files: Iterable[Path]) -> str:
