@@ -96,7 +96,7 @@ def parse(target: str) -> Gpu:
     if base not in GPUS:
         raise TargetError(
             f"unknown target {base!r}{_meant(base, GPUS)}: known GPUs are {', '.join(GPUS)}; "
-            f"one with other numbers is written {next(iter(GPUS))}:{_MEMORY_GB}=94,..."
+            f"one with other numbers is written h100:{_MEMORY_GB}=94,..."
         )
     if not colon:
         return GPUS[base]

@@ -77,7 +77,7 @@ def gpu_devices(target: str | Gpu, count: int) -> np.ndarray:
             compile with.
     """
     g = parse(target) if isinstance(target, str) else target
-    name = target if isinstance(target, str) else g.name
+    name = next((name for name, known in GPUS.items() if known == g), g.name)
     topology = _topology(name, g.devices_per_host, count)
     if missing := available():
         raise TargetError(f"target {name!r}: {missing}")

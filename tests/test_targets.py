@@ -32,8 +32,9 @@ def test_an_unknown_target_is_refused_with_the_known_ones():
 
 @pytest.mark.parametrize("count", [0, -8, 9, 12])
 def test_a_count_that_does_not_fill_its_hosts_is_refused(count):
-    with pytest.raises(TargetError, match=f"target 'h100': {count} devices do not fill hosts of 8: take 1 to 8, or"):
-        gpu_devices("h100", count)
+    for target in ("h100", GPUS["h100"]):
+        with pytest.raises(TargetError, match=f"'h100': {count} devices do not fill hosts of 8: take 1 to 8, or"):
+            gpu_devices(target, count)
 
 
 def test_more_devices_than_xla_can_count_are_refused_before_any_is_made():
