@@ -125,7 +125,7 @@ def command(*argv):
 
 
 def test_the_command_starts_as_many_fake_devices_as_the_mesh_has():
-    done = command("--target", "cpu", "--mesh", "dp=3", "--stage", "2", "--json")
+    done = command("--target", "cpu", "--mesh", "dp=3", "--stage", "2", "--json", "--run.cache_dir", "none")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["mesh"] == {"node": 1, "dp": 3, "tp": 1}
@@ -135,7 +135,7 @@ def test_the_command_starts_as_many_fake_devices_as_the_mesh_has():
 
 @needs_compiler
 def test_the_command_plans_for_gpus_that_are_not_here(capsys):
-    argv = ["--target", "h100", "--mesh", "node=2,dp=8", "--model.layers", "4"]
+    argv = ["--target", "h100", "--mesh", "node=2,dp=8", "--model.layers", "4", "--run.cache_dir", "none"]
     assert cli.main(argv) == 0
     first = capsys.readouterr().out
     assert "16 x NVIDIA H100 80GB HBM3 (not here, compiled for)" in first

@@ -1,9 +1,13 @@
 """Sweeps: every combination, in as many processes as there are cores, and from disk the second time."""
 
 import json
+import sys
+import time
+from pathlib import Path
 
 import jax
 import pytest
+from processes import end, environment, spawn
 
 from jzero.config import ConfigError, validate
 from jzero.plan import Estimate, Memory, Plan, Traffic, kept, sweep, text
@@ -105,3 +109,28 @@ def plan_of_peak(peak_gb, step_s):
     time = Estimate(step_s, step_s, 0.0, 0.0, 0, 0.0, 8, 1, 0.0, (), (), ())
     nothing = Traffic((), 0, 0, 0.0, "")
     return Plan("GPU", True, {"dp": 8}, 3, 1, 8, 1, 80 * 10**9, memory, nothing, time, label={"remat": "full"})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not list(Path("/proc/self/task").glob("*/children")), reason="no list of children in /proc")
+def test_a_sweep_that_is_killed_leaves_no_process_behind(tmp_path):
+    argv = [*FLAGS, "--stages", "0,1,2,3", "--run.cache_dir", "none"]
+    planner = spawn([sys.executable, "-m", "jzero.plan", *argv], env=environment(TMPDIR=str(tmp_path)))
+    try:
+        wait_for(lambda: len(children(planner.pid)) >= 2)
+        left = children(planner.pid)
+    finally:
+        end(planner)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left))
+
+
+def children(pid):
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(word) for file in files for word in file.read_text().split()]
+
+
+def wait_for(happens, patience_s=60):
+    until = time.monotonic() + patience_s
+    while not happens():
+        assert time.monotonic() < until
+        time.sleep(0.05)

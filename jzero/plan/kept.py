@@ -13,7 +13,7 @@ import platformdirs
 import pydantic
 
 from jzero import compile_cache
-from jzero.directories import write_whole
+from jzero.directories import obstacle, write_whole
 from jzero.plan.report import Plan
 from jzero.plan.settings import Setting
 
@@ -66,9 +66,11 @@ def directory(cache_dir: str | None) -> Path | None:
     """
     if cache_dir is None:
         return None
-    of_programs = compile_cache.directory(cache_dir)  # checks it
-    named = None if cache_dir == compile_cache.AUTO else of_programs
-    return (named or Path(platformdirs.user_cache_dir("jzero"))) / "plans"
+    automatic = cache_dir == compile_cache.AUTO
+    path = Path(platformdirs.user_cache_dir("jzero") if automatic else cache_dir).absolute() / "plans"
+    if reason := obstacle(path):
+        raise compile_cache.CacheError(f"run.cache_dir = {cache_dir} ({path}): {reason}; name another, or none")
+    return path
 
 
 def digest(setting: Setting) -> str:

@@ -6,10 +6,12 @@ One plan for absent GPUs is made so, too: their compiler speaks of what this pro
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +85,20 @@ def cores() -> int:
 
 def _start(platforms: str | None, cpu_devices: int, said: str) -> None:
     """What a process has to know before its first plan; what plugins print when they start is kept out of the way."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     file = os.open(Path(said) / str(os.getpid()), os.O_WRONLY | os.O_CREAT)
     os.dup2(file, sys.stderr.fileno())
     jax.config.update("jax_platforms", platforms)
     if cpu_devices > 0:
         jax.config.update("jax_num_cpu_devices", cpu_devices)
+
+
+def _end_with_parent() -> None:
+    """A planner that is ended at once leaves nobody behind who compiles on."""
+    parent = parent_process()
+    if parent:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def _plan_or_reason(setting: Setting) -> Result:
