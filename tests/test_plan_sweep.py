@@ -1,13 +1,12 @@
 """Sweeps: every combination, in as many processes as there are cores, and from disk the second time."""
 
 import json
-import sys
 import time
 from pathlib import Path
 
 import jax
 import pytest
-from processes import end, environment, spawn
+from processes import end, spawn
 
 from jzero.config import ConfigError, validate
 from jzero.plan import Estimate, Memory, Plan, Traffic, kept, sweep, text
@@ -115,7 +114,7 @@ def plan_of_peak(peak_gb, step_s):
 @pytest.mark.skipif(not list(Path("/proc/self/task").glob("*/children")), reason="no list of children in /proc")
 def test_a_sweep_that_is_killed_leaves_no_process_behind(tmp_path):
     argv = [*FLAGS, "--stages", "0,1,2,3", "--run.cache_dir", "none"]
-    planner = spawn([sys.executable, "-m", "jzero.plan", *argv], env=environment(TMPDIR=str(tmp_path)))
+    planner = spawn(["-m", "jzero.plan", *argv], env={"TMPDIR": str(tmp_path)})
     try:
         wait_for(lambda: len(children(planner.pid)) >= 2)
         left = children(planner.pid)
