@@ -1,5 +1,6 @@
 """Sweeps: every combination, in as many processes as there are cores, and from disk the second time."""
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ import jax
 import pytest
 from processes import end, spawn
 
+from jzero import targets
 from jzero.config import ConfigError, validate
 from jzero.plan import Estimate, Memory, Plan, Traffic, kept, sweep, text
 from jzero.plan import __main__ as cli
@@ -133,3 +135,13 @@ def wait_for(happens, patience_s=60):
     while not happens():
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_more_settings_than_a_process_plans_before_it_ends(monkeypatch):
+    """A pool that ends its processes after some tasks may wait for ever."""
+    monkeypatch.setattr(sweep, "_TASKS", 2)
+    monkeypatch.setattr(sweep, "cores", lambda: 1)
+    here = setting()
+    config = here.config.model_copy(update={"mesh": "node=1,dp=12,tp=1"})  # does not fill its hosts: refused at once
+    results = sweep.plans([dataclasses.replace(here, config=config, gpu=targets.parse("h100"))] * 5, kept.Kept(None))
+    assert [type(result) for result in results] == [targets.TargetError] * 5

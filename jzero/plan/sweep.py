@@ -62,12 +62,21 @@ def _each(settings: dict[int, Setting]) -> Iterator[tuple[int, Result]]:
     if workers == 0 or (workers == 1 and all(setting.gpu is None for setting in settings.values())):
         yield from ((i, _plan_or_reason(setting)) for i, setting in settings.items())
         return
+    numbers = list(settings)
+    for start in range(0, len(numbers), workers * _TASKS):
+        yield from _in_a_pool({i: settings[i] for i in numbers[start : start + workers * _TASKS]}, workers)
+
+
+def _in_a_pool(settings: dict[int, Setting], workers: int) -> Iterator[tuple[int, Result]]:
+    """Plans of as many settings as new processes make before they end.
+
+    Not `max_tasks_per_child`: up to Python 3.14 a pool may end all its processes so, start none, and wait for ever
+    (CPython issue 115634).
+    """
     with tempfile.TemporaryDirectory() as said:
         arguments = (jax.config.jax_platforms, jax.config.jax_num_cpu_devices, said)  # pyright: ignore[reportAttributeAccessIssue]
         context = get_context("spawn")  # what JAX has started does not survive a fork
-        with ProcessPoolExecutor(
-            workers, context, initializer=_start, initargs=arguments, max_tasks_per_child=_TASKS
-        ) as pool:
+        with ProcessPoolExecutor(workers, context, initializer=_start, initargs=arguments) as pool:
             futures: dict[Future[Result], int] = {
                 pool.submit(_plan_or_reason, setting): i for i, setting in settings.items()
             }
