@@ -22,6 +22,7 @@ _DURING = {
     "gathered parameters": "#CC79A7",
     "other temporaries": "#999999",
 }
+_FAR = 10  # times the widest bar: so far away memory is not drawn
 _AXES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 
 
@@ -30,13 +31,15 @@ def draw_memory(ax: "Axes", plans: Sequence[Plan], labels: Sequence[str], margin
     unit = _unit(max(plan.memory.peak_bytes for plan in plans))
     colors = {name: color for name, (_, color) in _AT_REST.items()} | _DURING
     _stack(ax, [dict(memory_classes(plan)) for plan in plans], {name: {"color": c} for name, c in colors.items()}, unit)
-    capacity = max(plan.capacity_bytes or 0 for plan in plans)
-    if capacity:
-        _draw_capacity(ax, capacity, margin, unit)
     for y, plan in enumerate(plans):
         _write(ax, plan.memory.peak_bytes, y, unit, _verdict(plan, margin, unit))
-    widest = max(capacity, *(plan.memory.peak_bytes for plan in plans))
-    _finish(ax, len(plans), 1.42 * widest / unit.nbytes, "peak memory of one device", _words(unit), 3)
+    capacity, widest = max(plan.capacity_bytes or 0 for plan in plans), max(plan.memory.peak_bytes for plan in plans)
+    words, near = _words(unit), capacity < _FAR * widest
+    if capacity and near:
+        _draw_capacity(ax, capacity, margin, unit)
+    elif capacity:  # bars would be lines beside it
+        words += f" of {unit.show(capacity)} that a device has"
+    _finish(ax, len(plans), 1.42 * max(widest, capacity * near) / unit.nbytes, "peak memory of one device", words, 3)
     ax.set_yticks(range(len(plans)), labels, fontsize=8.5)
 
 
@@ -76,7 +79,7 @@ def memory_classes(plan: Plan) -> Iterator[tuple[str, float]]:
 
 
 def _draw_capacity(ax: "Axes", capacity: float, margin: float, unit: Unit) -> None:
-    at, shown = capacity / unit.nbytes, f"memory of a GPU, {unit.show(capacity)} {unit.name}"
+    at, shown = capacity / unit.nbytes, f"memory of a device, {unit.show(capacity)} {unit.name}"
     ax.axvline(at, color="black", linewidth=1.2, linestyle="--", label=shown, zorder=3)
     if margin:
         free = f"{margin:.0%} to stay free"
