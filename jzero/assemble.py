@@ -6,7 +6,7 @@ the specs that they hold the train state to.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jzero import zero as zero_lib
 from jzero.comm import Comm
 from jzero.gradients import Gradients, device_dtype
 from jzero.look import Seen, look
-from jzero.mesh import as_mesh, batch_sharding
+from jzero.mesh import TP, as_mesh, batch_sharding
 from jzero.optim import with_master
 from jzero.pace import Pace
 from jzero.precision import Precision
@@ -75,11 +75,12 @@ def setup(
         UnsupportedModelError: the model does what cannot be sharded; names the place.
     """
     mesh = as_mesh(mesh)
-    compiler_options = comm.compiler_options(mesh)
+    comm.compiler_options(mesh)  # before work starts
     _check_arguments(tx, micro_batches, clip_norm)
     seen = look(model_fn, loss_fn, trainable, mesh, batch, micro_batches, precision.params)
     per_layer = seen.per_layer()
     layouts, whole = zero_lib.layouts(seen.leaves(), stage, zero, mesh, precision.reduce, precision.grads)
+    compiler_options = comm.compiler_options(mesh, _layer_bytes(seen.leaves(), layouts, mesh))
     gradients = Gradients(
         template=seen.template,
         loss_fn=loss_fn,
@@ -132,6 +133,16 @@ def setup(
         _average_at_rest=jax.jit(functools.partial(at_rest, gradients, mesh, dtypes), out_shardings=shardings.params),
         _pace=Pace(mesh),
     )
+
+
+def _layer_bytes(leaves: Iterable[zero_lib.Leaf], layouts: Mapping[Path, Layout], mesh: Mesh) -> int:
+    """Message bytes of what one layer gathers; of several stacks, of one layer of each."""
+
+    def gathered(leaf: zero_lib.Leaf) -> int:
+        elements = math.prod(leaf.shape[leaf.layer_dims :]) // (mesh.shape[TP] if TP in leaf.tp_spec else 1)
+        return layouts[leaf.path].use_forward.message_bytes(elements, leaf.bytes_per_element)
+
+    return sum(gathered(leaf) for leaf in leaves if leaf.layer_dims)
 
 
 def _specs(seen: Seen, layouts: Mapping[Path, Layout], shapes: TrainState) -> Specs:

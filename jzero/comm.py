@@ -2,7 +2,18 @@
 
 from dataclasses import dataclass
 
+import jax
 from jax.sharding import Mesh
+
+from jzero.targets import known_options
+
+# Collectives that may be under way at once where they pass the network.  XLA's own limit is one, and it takes the
+# network to be slow: the layer's gathers then queue for the few matmuls that it lets them hide under, and most of them
+# find none.  Within a host the limit of one is the better one.  Here and below: `examples/benchmarks/overlap.md`.
+_ACROSS_HOSTS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+# Two turns of a loop in one body: what one gathers, the next reads where it lies.  Else each layer's parameters are
+# copied once, into the loop's carry.  Where layers gather nothing it takes memory and gives no time.
+_WHERE_LAYERS_GATHER = {"xla_gpu_enable_while_loop_double_buffering": True}
 
 
 @dataclass(frozen=True)
@@ -11,16 +22,19 @@ class Comm:
 
     Attributes:
         overlap: computation is moved between the start and the end of a collective (the latency-hiding scheduler).
-        reduce_bucket_bytes, gather_bucket_bytes: reductions, and gathers, that stand next to each other are combined up
-            to this size; None is XLA's own.
+        reduce_bucket_bytes: reductions that stand next to each other are combined up to this size; None is XLA's own.
+        gather_bucket_bytes: gathers, likewise; None is a layer's, or XLA's own where layers gather nothing.
     """
 
     overlap: bool = True
     reduce_bucket_bytes: int | None = None
     gather_bucket_bytes: int | None = None
 
-    def compiler_options(self, mesh: Mesh) -> dict[str, bool | int]:
+    def compiler_options(self, mesh: Mesh, layer_bytes: int = 0) -> dict[str, bool | int]:
         """What to compile a program for `mesh` with.
+
+        Args:
+            layer_bytes: that one layer gathers, as `gather_bucket_bytes` counts.
 
         Raises:
             ValueError: a size of buckets on a mesh without GPUs.
@@ -30,12 +44,17 @@ class Comm:
             "reduce_scatter": self.reduce_bucket_bytes,
             "all_reduce": self.reduce_bucket_bytes,
         }
-        buckets = {f"xla_gpu_{kind}_combine_threshold_bytes": n for kind, n in sizes.items() if n is not None}
-        platform = mesh.devices.flat[0].platform
-        if platform not in ("gpu", "cuda"):
-            if buckets:
+        device = mesh.devices.flat[0]
+        if device.platform not in ("gpu", "cuda"):
+            if any(size is not None for size in sizes.values()):
                 raise ValueError(
-                    f"comm.*_bucket_bytes: collectives are combined by XLA's GPU compiler, not on {platform}"
+                    f"comm.*_bucket_bytes: collectives are combined by XLA's GPU compiler, not on {device.platform}"
                 )
             return {}
-        return {"xla_gpu_enable_latency_hiding_scheduler": self.overlap, **buckets}
+        sizes["all_gather"] = self.gather_bucket_bytes or layer_bytes or None
+        buckets = {f"xla_gpu_{kind}_combine_threshold_bytes": n for kind, n in sizes.items() if n is not None}
+        hosts = {device.process_index: device for device in mesh.devices.flat}
+        wanted = (_ACROSS_HOSTS if len(hosts) > 1 else {}) | (_WHERE_LAYERS_GATHER if layer_bytes else {})
+        # Both names may go with a version of XLA; a process can compile for its own GPUs alone.
+        known = known_options(wanted, hosts.get(jax.process_index(), device)) if self.overlap else {}
+        return {"xla_gpu_enable_latency_hiding_scheduler": self.overlap, **buckets, **known}

@@ -50,7 +50,7 @@ class Collective:
             can hide under. 0 where it is not asynchronous.
         phase: the part of a training step, as `phases.Phases` tells it; "forward" in a program without derivatives.
         layer_turns: turns of the loop over layers in which it stands, the innermost loop of a forward or backward pass;
-            0 beside such loops.  XLA may take a turn of a loop out of it, which then stands beside it.
+            0 beside such loops.  XLA may take a turn out of a loop, and may have two layers in one turn.
     """
 
     name: str

@@ -13,6 +13,7 @@ host times a card's.
 """
 
 import itertools
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -37,7 +38,8 @@ class Link:
         kind: "NVLink", "PCIe" or "network"; the slower one where it is more than one.
         hosts: hosts that a group reaches over; members_per_host of it lie in each.
         bytes_per_s: peak that one device sends at in one direction.
-        latency_s: of one gather or scatter, however small; twice that of an all-reduce.
+        latency_s: of one gather or scatter, however small: a ring has a step for each member.
+        all_reduce_latency_s: of one all-reduce: a tree over the hosts has as many steps as the logarithm, up and down.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Link:
     members_per_host: int
     bytes_per_s: float
     latency_s: float
+    all_reduce_latency_s: float
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,8 @@ class Rates:
         if "+".join(axes) not in self.links:
             raise ValueError(f"no link for groups along {'+'.join(axes)!r}: these rates know {', '.join(self.links)}")
         link = self.links["+".join(axes)]
-        passes = 2 if kind == "all-reduce" else 1
-        return passes * link.latency_s + wire_bytes / (link.bytes_per_s * self.link_efficiency)
+        latency_s = link.all_reduce_latency_s if kind == "all-reduce" else link.latency_s
+        return latency_s + wire_bytes / (link.bytes_per_s * self.link_efficiency)
 
     def assumptions(self, used: Collection[str] | None = None) -> tuple[str, ...]:
         """What is assumed, a line each.
@@ -126,7 +129,7 @@ class Rates:
         links = (
             f"groups along {axes}: {link.kind}, {link.members_per_host} members in each of {link.hosts} hosts, "
             f"{link.bytes_per_s / 1e9:g} GB/s per device, of which collectives reach {self.link_efficiency:.0%}, "
-            f"after {link.latency_s * 1e6:.0f} us (an all-reduce twice that)"
+            f"after {link.latency_s * 1e6:.0f} us (all-reduces {link.all_reduce_latency_s * 1e6:.0f} us)"
             for axes, link in self.links.items()
             if used is None or axes in used
         )
@@ -143,8 +146,9 @@ def _link(gpu: Gpu, mesh: Mesh, axes: tuple[str, ...], devices_per_host: int) ->
             f"{devices_per_host}: say how fast it is, as in h100:nic_gb_per_s=12.5, or take one host"
         )
     kind, rate = within if hosts == 1 or within[1] <= network else ("network", network)
-    steps = (hosts - 1) * _STEP_ACROSS_S + (hosts * members - hosts) * _STEP_IN_HOST_S
-    return Link(kind, hosts, members, rate * 1e9, _START_S + steps)
+    ring = (hosts - 1) * _STEP_ACROSS_S + hosts * (members - 1) * _STEP_IN_HOST_S
+    tree = 2 * (math.ceil(math.log2(hosts)) * _STEP_ACROSS_S + (members - 1) * _STEP_IN_HOST_S)
+    return Link(kind, hosts, members, rate * 1e9, _START_S + ring, _START_S + tree)
 
 
 def _spread(mesh: Mesh, axes: tuple[str, ...], devices_per_host: int) -> tuple[int, int]:

@@ -21,7 +21,6 @@ ROWS = [
         "hlo_flops",
         "directories",
         "recipes",
-        "comm",
         "precision",
         "seal",
         "step_dirs",
@@ -33,6 +32,7 @@ ROWS = [
     },
     {
         "collectives",
+        "comm",
         "hlo",
         "hlo_cost",
         "dataflow",

@@ -27,7 +27,9 @@ from jzero.schedule import Schedule, schedule
 
 # A product of 1000 x 1000 x 500 takes 1 ms, as does a gather that sends 10^6 bytes; memory and starts cost nothing.
 UNIT = 1e-3
-RATES = Rates("test", 1e12, 1e30, {"dp": Link("NVLink", 1, 4, 1e9, 0.0)}, 1.0, 1.0, 1.0, wide_matmuls=1.0, kernel_s=0.0)
+RATES = Rates(
+    "test", 1e12, 1e30, {"dp": Link("NVLink", 1, 4, 1e9, 0.0, 0.0)}, 1.0, 1.0, 1.0, wide_matmuls=1.0, kernel_s=0.0
+)
 GROUPS = "channel_id=1, replica_groups={{0,1,2,3}}"
 GATHER = f"(f32[83334]{{0}}, f32[333336]{{0}}) all-gather-start(%shard), {GROUPS}, dimensions={{0}}"
 
@@ -86,7 +88,7 @@ def test_a_gather_under_a_matmul_of_its_length_is_hidden(mesh):
 
 def test_a_gather_longer_than_its_matmul_is_exposed_for_the_rest(mesh):
     """By count it hides under a matmul; by time half of it does not."""
-    slow = replace(RATES, links={"dp": Link("network", 1, 4, 0.5e9, 0.0)})
+    slow = replace(RATES, links={"dp": Link("network", 1, 4, 0.5e9, 0.0, 0.0)})
     found = schedule(module(gather("g"), dot("a"), done("g")), mesh, slow)
     (g,) = found.collectives
     assert g.matmuls == 1
@@ -118,10 +120,10 @@ def test_bytes_of_memory_take_their_time(mesh):
 
 
 def test_starts_of_kernels_and_the_latency_of_the_link_are_added(mesh):
-    rates = replace(RATES, kernel_s=UNIT, links={"dp": Link("NVLink", 1, 4, 1e9, UNIT)})
+    rates = replace(RATES, kernel_s=UNIT, links={"dp": Link("NVLink", 1, 4, 1e9, UNIT, 2 * UNIT)})
     assert ms(schedule(module(gather("g"), done("g"), dot("a")), mesh, rates).step_s) == 4
     reduce = f"  %r = f32[166668]{{0}} all-reduce(%shard), {GROUPS}, to_apply=%add"
-    assert ms(schedule(module(reduce), mesh, rates).step_s) == 3  # there and back: twice the latency
+    assert ms(schedule(module(reduce), mesh, rates).step_s) == 3  # it has a latency of its own
 
 
 # ---- loops -----------------------------------------------------------------------------------------------------------
@@ -198,6 +200,7 @@ def test_gpus_without_nvlink_talk_over_pcie_and_without_a_card_to_no_other_host(
 def test_larger_groups_take_longer_to_begin():
     in_host, few_hosts, many_hosts = (rates_of(f"dp={n}", n).links["dp"].latency_s for n in (8, 64, 1024))
     assert in_host < few_hosts < many_hosts / 10
+    assert rates_of("dp=1024", 1024).links["dp"].all_reduce_latency_s < few_hosts * 2  # a tree, not a ring
 
 
 def test_every_assumption_is_said():
@@ -229,18 +232,18 @@ def test_a_cpu_program_s_traffic_is_all_exposed():
 
 
 @functools.cache
-def scheduled(mesh: str = "dp=8", seq: int = 4096, stage: int = 3):
-    """Two layers and more of a decoder wide enough that its matmuls take longer than its gathers."""
+def scheduled(mesh: str = "dp=8", devices: int = 8):
+    """A run at stage 3 of a decoder wide enough that its matmuls take longer than its gathers, and its program."""
     config = DecoderConfig(
-        width=2048, layers=4, heads=16, kv_heads=16, mlp_width=5504, vocab=4096, dtype="bfloat16", remat="full"
+        width=2048, layers=6, heads=16, kv_heads=16, mlp_width=5504, vocab=4096, dtype="bfloat16", remat="full"
     )
     step = jzero.setup(
         lambda: Decoder(config, rngs=nnx.Rngs(0)),
         next_token_loss,
         optax.adamw(1e-3),
-        jzero.make_mesh(mesh, targets.gpu_devices("h100", 8)),
-        {"tokens": jax.ShapeDtypeStruct((8, seq + 1), jnp.int32)},
-        stage=stage,
+        jzero.make_mesh(mesh, targets.gpu_devices("h100", devices)),
+        {"tokens": jax.ShapeDtypeStruct((devices, 4097), jnp.int32)},
+        stage=3,
         precision=jzero.Precision(params="bfloat16"),
     )
     program = step.lower()["step"].compile(compiler_options=targets.COMPILER_OPTIONS)
@@ -252,29 +255,53 @@ def course(*args) -> Schedule:
     return schedule(program, step.mesh, Rates.of(GPUS["h100"], step.mesh))
 
 
-@pytest.mark.skipif(targets.available() is not None, reason=str(targets.available()))
-def test_with_the_prefetching_stack_no_collective_of_the_steady_loops_is_exposed():
-    found = course()
-    in_layers = found.sums("phase", "kind", "layer_turns")
-    steady = {s.key[:2]: s for s in in_layers if s.key[2]}
+needs_gpu_compiler = pytest.mark.skipif(targets.available() is not None, reason=str(targets.available()))
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(("mesh", "devices"), [("dp=8", 8), ("node=8,dp=8", 64)])
+def test_with_the_prefetching_stack_no_collective_of_the_steady_loops_is_exposed(mesh, devices):
+    """Within a host and across hosts, by time."""
+    found = course(mesh, devices)
+    steady = {s.key[:2]: s for s in found.sums("phase", "kind", "layer_turns") if s.key[2]}
     assert set(steady) == {("forward", "all-gather"), ("backward", "all-gather"), ("backward", "reduce-scatter")}
     for s in steady.values():
         assert s.seconds > 0
-        assert s.exposed_s == 0
+        assert s.exposed_s <= 0.01 * s.seconds
     assert {t.phase for t in found.timelines[1:]} == {"forward", "backward"}
-    assert all(t.turns == 3 for t in found.timelines[1:])
+    assert all(
+        t.turns == 2 for t in found.timelines[1:]
+    )  # of two layers each; the last layer and one more stand beside
 
 
-@pytest.mark.skipif(targets.available() is not None, reason=str(targets.available()))
-def test_two_layers_and_a_table_are_gathered_at_once_at_most():
-    step, program = scheduled()
+@needs_gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["node=128,dp=8", "node=128,dp=4,tp=2"])
+def test_across_1024_devices_each_still_has_a_matmul_over_it(mesh):
+    """By time it may be longer than that: a ring of 1,024 takes its while to begin."""
+    steady = [c for c in course(mesh, 1024).collectives if c.layer_turns and "tp" not in c.axes]
+    assert steady
+    assert not [c for c in steady if not c.matmuls]
+
+
+@needs_gpu_compiler
+def test_a_layer_is_one_gather():
+    step, program = scheduled("node=8,dp=8", 64)
+    gathers = [c for c in hlo.collectives(program, step.mesh) if c.kind == "all-gather" and c.layer_turns]
+    assert len(gathers) == 4  # forward and backward, two layers in a turn of the loop
+    assert {c.message_bytes for c in gathers} == {2 * (4 * 2048**2 + 3 * 2048 * 5504 + 2 * 2048)}
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(("mesh", "devices"), [("dp=8", 8), ("node=8,dp=8", 64)])
+def test_two_layers_are_gathered_at_once_and_three_where_the_passes_meet(mesh, devices):
+    step, program = scheduled(mesh, devices)
     shapes = flatten_dict(step.abstract_state.params)
     layer = sum(2 * math.prod(x.shape[1:]) for path, x in shapes.items() if path[0] == "layers")
-    table = 2 * 4096 * 2048
-    assert layer < saved(program).gathered_bytes <= 2 * layer + table + 2 * 2048  # and the last norm's scale
+    assert 1.5 * layer < saved(program).gathered_bytes <= 3 * layer
 
 
-@pytest.mark.skipif(targets.available() is not None, reason=str(targets.available()))
+@needs_gpu_compiler
 def test_a_schedule_is_plain_data_and_the_same_each_time():
     first, second = course(), course()
     assert first == second

@@ -239,7 +239,7 @@ class Comm(Section):
         None, ge=1, description="on GPUs: neighbouring reductions are combined up to this size; none: as XLA does"
     )
     gather_bucket_bytes: int | None = Field(
-        None, ge=1, description="on GPUs: neighbouring gathers are combined up to this size; none: as XLA does"
+        None, ge=1, description="on GPUs: neighbouring gathers are combined up to this size; none: to a layer's"
     )
 
 
