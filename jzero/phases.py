@@ -26,6 +26,7 @@ class Phases:
     """
 
     def __init__(self, module: Module) -> None:
+        self._module = module
         self._differentiates = any(
             _FORWARD.search(i.op_name) or _BACKWARD.search(i.op_name)
             for body in module.computations.values()
@@ -37,7 +38,7 @@ class Phases:
 
         XLA joins the names of what it combines or finds twice, "(a:b)": that is of the phase that most of its parts are
         of, and of the earlier one if they are equally many, as that waits for it first.  What has lost its name is of
-        the phase of the loop round it.
+        the phase of the loop round it; a loop that has, of the phase of what is in it, if that is of one alone.
 
         Args:
             whiles: the `while` instructions of the loops in which it stands, outermost first.
@@ -46,7 +47,15 @@ class Phases:
             return "forward"
         found = [_named(part) for part in parts(i.op_name)]
         phase = max(PHASES, key=found.count)
+        if phase == "update" and i.opcode == "while" and not i.op_name:
+            phase = self._of_body(i.called("body"))
         return self.of(whiles[-1], whiles[:-1]) if whiles and phase == "update" else phase
+
+    def _of_body(self, name: str) -> Phase:
+        """The only pass that the body of a loop is part of; "update" if there is none, or both."""
+        found = {_named(i.op_name) for i in self._module.computations.get(name, [])}
+        passes: list[Phase] = [phase for phase in PHASES[:2] if phase in found]
+        return passes[0] if len(passes) == 1 else "update"
 
     def layer_loop(self, whiles: tuple[Instruction, ...]) -> Instruction | None:
         """The innermost of nested loops, outermost first, that is part of a forward or backward pass.

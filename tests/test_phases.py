@@ -50,6 +50,25 @@ def test_what_lost_its_name_is_of_the_phase_of_its_loop():
     assert phase_of("", whiles=(microbatches,)) == "update"
 
 
+@pytest.mark.parametrize(
+    ("names", "phase"),
+    [
+        (["jvp()/sin", ""], "forward"),
+        (["transpose(jvp())/mul"], "backward"),
+        (["jvp()/a", "transpose(jvp())/b"], "update"),  # microbatches
+        (["add"], "update"),
+    ],
+)
+def test_a_loop_that_lost_its_name_is_of_the_phase_of_what_is_in_it(names, phase):
+    lines = [f'  %i{n} = f32[] sine(%p), metadata={{op_name="{name}"}}' for n, name in enumerate(names)]
+    body = "\n".join(["%body (p: f32[]) -> f32[] {", "  %p = f32[] parameter(0)", *lines, "}"])
+    entry = 'ENTRY %main (x: f32[]) -> f32[] {\n  ROOT %s = f32[] sine(%x), metadata={op_name="jvp()/sin"}\n}'
+    loop = parse_instruction("w", "f32[] while(%x), condition=%cond, body=%body")
+    phases = Phases(Module(f"HloModule m\n\n{body}\n\n{entry}\n"))
+    assert phases.of(loop) == phase
+    assert phases.layer_loop((loop,)) == (None if phase == "update" else loop)
+
+
 def test_a_program_without_derivatives_is_forward():
     assert phase_of(f"{STEP}/dot_general", differentiated=False) == "forward"
 
