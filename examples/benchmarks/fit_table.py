@@ -53,7 +53,8 @@ def main() -> None:
     made, before = planned(cells, args.cache)
     found = dict(zip(cells, made, strict=True))
     took = time.monotonic() - start
-    text = "\n".join([head(found, before, took), *table(found), "", *fewest_gpus(found), ""])
+    parts = [head(found, before, took), *table(found), "", *fewest_gpus(found), "", *on_one_gpu(found), ""]
+    text = "\n".join(parts)
     print(text)
     Path(args.out).write_text(text)
 
@@ -157,6 +158,16 @@ def fewest_gpus(found: dict[Cell, Plan]) -> list[str]:
         "|---" * (len(CARDS) + 1) + "|",
         *rows,
     ]
+
+
+def on_one_gpu(found: dict[Cell, Plan]) -> list[str]:
+    largest = list(CARDS)[-1]
+    lacks = [
+        f"{cell.model} {gb(max(0.0, over(plan, largest)))} of {gb(plan.memory.peak_bytes)} GB"
+        for cell, plan in found.items()
+        if cell.gpus == 1
+    ]
+    return [f"On one card of {largest} GB there lack: {', '.join(lacks)}."] if lacks else []
 
 
 def fewest(model: str, card: str, found: dict[Cell, Plan]) -> str:
