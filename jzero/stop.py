@@ -34,8 +34,8 @@ class Interrupted(KeyboardInterrupt):
         status: exit status, 128 + number of the signal.
     """
 
-    def __init__(self, number: int, when: str = "before the first step") -> None:
-        super().__init__(f"stopped by {_name(number)} {when}")
+    def __init__(self, number: int, when: str = " before the first step") -> None:
+        super().__init__(f"stopped by {_name(number)}{when}")
         self.status = 128 + number
 
 
@@ -122,7 +122,7 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
                     first, since = number, time.monotonic()
                     self._first(number)
                 elif time.monotonic() - since > _ECHO_S:
-                    _end(Interrupted(number, "at once, since it came again"))
+                    _end(Interrupted(number, " at once, since it came again"))
 
     def _first(self, number: int) -> None:
         if self._held:
@@ -133,7 +133,8 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
 
 
 def _handle_at_once(number: int, _: FrameType | None) -> NoReturn:
-    _end(Interrupted(number), above="")
+    steps = _command(sys.orig_argv) == "train"
+    _end(Interrupted(number, *([] if steps else [""])), above="")
 
 
 def _end(interrupted: Interrupted, above: str = "\n") -> NoReturn:
@@ -145,14 +146,15 @@ def _name(number: int) -> str:
     return signal.Signals(number).name
 
 
-def _runs_a_command(argv: list[str]) -> bool:
-    """Whether `argv`, of the interpreter, is `python -m jzero.train` or another command of this package."""
-    return "-m" in argv[:-1] and argv[argv.index("-m") + 1].startswith(f"{__name__.partition('.')[0]}.")
+def _command(argv: list[str]) -> str:
+    """Of `argv`, of the interpreter: "train" of `python -m jzero.train`; "" where it is no command of this package."""
+    package, module = __name__.partition(".")[0], argv[argv.index("-m") + 1] if "-m" in argv[:-1] else ""
+    return module.removeprefix(f"{package}.") if module.startswith(f"{package}.") else ""
 
 
 # `python -m jzero.train` imports `jzero` before its own first line: from here on a signal ends it in one line.  Python
 # says "-m" for the name of the program until it has found the module; other programs keep their own handlers.
-if sys.argv[:1] == ["-m"] and _runs_a_command(sys.orig_argv) and threading.current_thread() is threading.main_thread():
+if sys.argv[:1] == ["-m"] and _command(sys.orig_argv) and threading.current_thread() is threading.main_thread():
     for _number in _SIGNALS:
         if signal.getsignal(_number) != signal.SIG_IGN:
             signal.signal(_number, _handle_at_once)

@@ -35,6 +35,7 @@ __all__ = [
     "Gpu",
     "TargetError",
     "available",
+    "check",
     "gpu_devices",
     "known_options",
     "parse",
@@ -77,10 +78,9 @@ def gpu_devices(target: str | Gpu, count: int) -> np.ndarray:
             compile with.
     """
     g = parse(target) if isinstance(target, str) else target
-    name = next((name for name, known in GPUS.items() if known == g), g.name)
-    topology = _topology(name, g.devices_per_host, count)
-    if missing := available():
-        raise TargetError(f"target {name!r}: {missing}")
+    check(g, count)
+    name, hosts = _name(g), max(count // g.devices_per_host, 1)
+    topology = f"1x{hosts}x{min(count, g.devices_per_host)}"  # slices, hosts, devices of a host
     try:
         found = topologies.get_topology_desc(
             platform="cuda", topology_name=name, topology=topology, target_config=_target_config(g)
@@ -91,6 +91,24 @@ def gpu_devices(target: str | Gpu, count: int) -> np.ndarray:
             "jax.devices(), or set JAX_PLATFORMS=cpu"
         ) from error
     return np.array(found.devices)
+
+
+def check(gpu: Gpu, count: int) -> None:
+    """Refuses what cannot be compiled for.
+
+    Raises:
+        TargetError: a count that does not fill its hosts or is more than XLA describes, or no plugin to compile with.
+    """
+    name, per_host = _name(gpu), gpu.devices_per_host
+    if count < 1 or (count > per_host and count % per_host):
+        raise TargetError(
+            f"target {name!r}: {count} devices do not fill hosts of {per_host}: "
+            f"take 1 to {per_host}, or a multiple of {per_host}"
+        )
+    if count > MAX_DEVICES:
+        raise TargetError(f"target {name!r}: {count:,} devices; programs are compiled for at most {MAX_DEVICES:,}")
+    if missing := available():
+        raise TargetError(f"target {name!r}: {missing}")
 
 
 def known_options(options: Mapping[str, Any], device: Any = None) -> dict[str, Any]:
@@ -135,16 +153,9 @@ def _installed(module: str) -> bool:
         return False
 
 
-def _topology(name: str, per_host: int, count: int) -> str:
-    """XLA's "SLICESxHOSTSxDEVICES_PER_HOST"."""
-    if count < 1 or (count > per_host and count % per_host):
-        raise TargetError(
-            f"target {name!r}: {count} devices do not fill hosts of {per_host}: "
-            f"take 1 to {per_host}, or a multiple of {per_host}"
-        )
-    if count > MAX_DEVICES:
-        raise TargetError(f"target {name!r}: {count:,} devices; programs are compiled for at most {MAX_DEVICES:,}")
-    return f"1x{max(count // per_host, 1)}x{min(count, per_host)}"
+def _name(gpu: Gpu) -> str:
+    """What the table calls a GPU; one that it does not have, by its own name."""
+    return next((name for name, known in GPUS.items() if known == gpu), gpu.name)
 
 
 def _target_config(g: Gpu) -> str:

@@ -105,7 +105,8 @@ def test_a_model_of_ones_own_is_planned():
     run = jzero.setup(lambda: Mlp(nnx.Rngs(0)), loss, optax.sgd(0.1, momentum=0.9), "dp=8", batch, stage=3)
     plan = jzero.plan.of(run, capacity_bytes=10_000)
     assert plan.memory.argument_bytes == plan.memory.at_rest_bytes + plan.memory.batch_bytes
-    assert plan.memory.bytes_of("other optimizer state") > 0
+    assert plan.memory.bytes_of("m") == 4 * 33_088 // 8, "sgd's momentum"
+    assert {part.name: part.why for part in plan.memory.parts}["v"] == "the run keeps none"
     said = jzero.plan.text.describe(plan)
     assert "too much for 0.01" in said
     assert "33,088 parameters, stage 3" in said
@@ -130,6 +131,9 @@ def test_the_command_starts_as_many_fake_devices_as_the_mesh_has():
     plan = json.loads(done.stdout)
     assert plan["mesh"] == {"node": 1, "dp": 3, "tp": 1}
     assert plan["rows"] == 3
+    assert plan["fits"] is True
+    assert plan["settings"]["stage"] == 2
+    assert "batch_size is not named: 3 sequences" in plan["notes"][-1]
     assert plan["stage"] == 2
 
 
@@ -155,6 +159,8 @@ def test_the_command_plans_for_gpus_that_are_not_here(capsys):
         (("--target", "h100", "--mesh", "dp=-1,tp=3", "--devices", "8"), "tp = 3 must divide"),
         (("--batch_size", "3", "--mesh", "dp=8"), "batch_size"),
         (("--target", "v100-16"), "has no bfloat16"),
+        (("--target", "rtx4090", "--mesh", "node=3,dp=8"), "--target rtx4090:nic_gb_per_s=12.5"),
+        (("--mesh", "dp=8", "--meshes", "dp=4,tp=2"), "--mesh and --meshes exclude each other"),
         (("--margin", "2"), "--margin"),
         (("--devices", "none"), "--devices"),
     ],
@@ -164,6 +170,28 @@ def test_bad_input_is_one_line_and_status_2(argv, said, capsys):
     err = capsys.readouterr().err.strip()
     assert said in err
     assert "\n" not in err
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "vocab", "why"),
+    [
+        ("node=2,dp=4", jzero.Zero(axes=("dp",)), 96, "sharded over 4 of 8 devices"),
+        ("dp=8", jzero.Zero(replicate=("embedding/*", "head/*")), 97, "+5,432 numbers, of 2 leaves that stay whole"),
+        ("dp=4,tp=2", jzero.Zero(), 96, "+20 numbers, of 3 leaves that are not split by tp"),
+    ],
+)
+def test_what_differs_from_the_formula_has_its_reason(mesh, zero, vocab, why):
+    batch = {"tokens": jax.ShapeDtypeStruct((8, SEQ + 1), jnp.int32)}
+    run = jzero.setup(decoder(vocab=vocab), next_token_loss, optax.adamw(1e-3), mesh, batch, stage=3, zero=zero)
+    plan = jzero.plan.of(run)
+    assert {part.name: part.why for part in plan.memory.parts}["m"] == why
+    assert any("whole on every device: 2 leaves" in note for note in plan.notes) == (vocab == 97)
+
+
+def test_a_plan_is_of_the_devices_that_the_run_is_on():
+    run, _ = run_and_plan("dp=8", 3, 4)
+    with pytest.raises(ValueError, match="the run is on cpu, and the plan asked for is of NVIDIA H100"):
+        jzero.plan.of(run, "h100")
 
 
 @needs_compiler

@@ -27,13 +27,15 @@ def setting(**changes):
 
 
 def test_combinations_are_all_of_them_and_leave_the_rest_as_it_is():
-    config = validate({**TINY, "stage": 1})
+    config = validate(TINY)
     found = combinations(config, stages=[2, 3], remats=["none", "full"], meshes=["dp=8"])
     assert [(c.stage, c.model.remat, c.mesh) for c in found] == [
         (2, "none", "dp=8"), (3, "none", "dp=8"), (2, "full", "dp=8"), (3, "full", "dp=8"),
     ]  # fmt: skip
     assert all(c.model.width == 16 for c in found)
     assert combinations(config) == [config]
+    with pytest.raises(ConfigError, match="--stage and --stages exclude each other"):
+        combinations(validate({**TINY, "stage": 1}), stages=[2, 3])
 
 
 def test_a_plan_is_made_once(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ compiled either: closed formulas answer (`--formula paper --help`).  Exit status
 the input was wrong or nothing fits.
 """
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(answer(*load_with(argv, PROG, flags())))
     except (ConfigError, targets.TargetError, compile_cache.CacheError, plots.PlotError) as error:
         return failed(error, 2)
-    except PlanError as error:
+    except (PlanError, OSError) as error:  # OSError: a plan or a picture that cannot be written
         return failed(error, 1)
     return 0
 
@@ -79,11 +80,30 @@ def answer(config: Config, own: dict[str, Any]) -> str:
     if "plot" in own:
         plots.save(own["plot"], found, margin)
     if own.get("json"):
-        many = pydantic.TypeAdapter(list[Plan] if swept else Plan)
-        return many.dump_json(found if swept else found[0], indent=1).decode()  # pyright: ignore[reportArgumentType]
+        found_as_json = [as_json(plan, margin, each, lines) for plan, (_, each) in zip(found, chosen, strict=True)]
+        return json.dumps(found_as_json if swept else found_as_json[0], indent=1)
     if swept:
         return "\n".join([*lines, text.compare(found, margin)])
     return "\n".join([*lines, text.describe(found[0], margin)])
+
+
+def as_json(plan: Plan, margin: float, config: Config, lines: Sequence[str]) -> dict[str, Any]:
+    """A plan with what follows from it, and what it is a plan of.
+
+    Args:
+        config: with its stage chosen.
+        lines: of the choice.
+    """
+    return {
+        **pydantic.TypeAdapter(Plan).dump_python(plan, mode="json"),
+        "margin": margin,
+        "fits": None if plan.capacity_bytes is None else plan.missing_bytes(margin) <= 0,
+        "missing_bytes": plan.missing_bytes(margin),
+        "tokens_per_s": plan.time and plan.time.tokens_per_s,
+        "choice": list(lines),
+        "settings": config.model_dump(mode="json"),
+        "jax": jax.__version__,
+    }
 
 
 def _chosen(

@@ -19,12 +19,11 @@ from jzero import watch
 from jzero.build import make_run
 from jzero.config import Config, ConfigError, resolve
 from jzero.plan.fit import remedies
-from jzero.plan.report import Plan, of
+from jzero.plan.report import MARGIN, Plan, of
 
-MARGIN = 0.1
 _REMAT = ("none", "dots", "full")
 _DOUBT = 0.05  # of the peak: what a peak may be off the line through two others
-_OPEN_ROWS = tuple(2**k for k in range(8))  # of a microbatch, where no batch is named
+_OPEN_ROWS = (1, 2, 3, 4, 5, 6, 7, *(n * 2**k for k in range(1, 6) for n in (4, 5, 6, 7)), 256)  # where none is named
 
 
 @dataclass(frozen=True)

@@ -133,4 +133,4 @@ def _shares(found: Iterable[CollectiveTime]) -> Iterable[Share]:
             total[i] += value
     for key in sorted(together, key=lambda key: (order[key[0]], key[1] != "layers", key[2:])):
         nbytes, seconds, hidden_s = together[key]
-        yield Share(*key, int(nbytes), seconds, hidden_s)
+        yield Share(*key, int(nbytes), seconds, max(0.0, hidden_s))  # a difference: may come out at -0.0

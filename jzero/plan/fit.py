@@ -18,22 +18,23 @@ def remedies(plan: Plan, margin: float) -> str:
     memory = plan.memory
     shared = memory.at_rest_bytes + memory.bytes_of("gradients")
     fixed = memory.peak_bytes - shared
-    words: list[str] = []
     data_parallel = plan.devices // plan.mesh.get(TP, 1)
-    if data_parallel == 1:
-        words.append("stage 3 on more devices")
-    elif plan.stage < max(STAGES):
+    words: list[str] = []
+    if plan.stage < max(STAGES) and data_parallel > 1:
         words.append("a higher stage")
     elif usable > fixed > 0:
-        words.append(f"about {math.ceil(plan.devices * shared / (usable - fixed)):,} devices like these")
+        words.append(f"stage 3 on about {math.ceil(plan.devices * shared / (usable - fixed)):,} devices like these")
+    else:
+        words.append(f"stage 3 on more than {math.ceil(plan.devices * shared / max(usable, 1)):,} devices like these")
     large = [name for name, gpu in gpus.GPUS.items() if gpu.memory_bytes * (1 - margin) >= memory.peak_bytes]
     if large:
         words.append(
             f"as many GPUs with at least {memory.peak_bytes / (1 - margin) / 1e9:,.1f} GB ({', '.join(large)})"
         )
-    if plan.label.get("remat") != "full":
-        words.append("model.remat full")
-    if plan.rows > data_parallel * plan.micro_batches:
-        words.append("a smaller micro_batch")
-    words.append("shorter sequences, or a larger tp")
+    if plan.devices > 1 and plan.mesh.get(TP, 1) < plan.devices:
+        words.append("a larger tp")
+    if shared < usable:  # else activations are not what is too much
+        words += [] if plan.label.get("remat") == "full" else ["model.remat full"]
+        words += ["a smaller micro_batch"] if plan.rows > data_parallel * plan.micro_batches else []
+        words.append("shorter sequences")
     return f"what would fit: {'; '.join(words)}"

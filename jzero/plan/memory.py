@@ -5,13 +5,14 @@ master, m and v 4 each, and divides by N what a stage shards.  A run differs fro
 stay whole, and where an optimizer keeps something else; each part says by how much and why.
 """
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 import jzero
 from jzero import hlo
@@ -19,7 +20,7 @@ from jzero.mesh import DATA_AXES, TP, data_size
 from jzero.plan import formulas
 
 # Class of an optimizer's array by the name under which optax, or jzero, keeps it.
-_OPTIMIZER = {"master": "master", "mu": "m", "nu": "v"}
+_OPTIMIZER = {"master": "master", "mu": "m", "trace": "m", "nu": "v", "average": "average of the weights"}
 #: Class -> bytes per parameter in the paper, in the order in which they are shown.
 PAPER: Mapping[str, int] = {"parameters": 2, "gradients": 2, "master": 4, "m": 4, "v": 4}
 
@@ -29,7 +30,8 @@ class Part:
     """One class of what a device holds.
 
     Attributes:
-        name: "parameters", "frozen", "gradients", "master", "m", "v", "other optimizer state", "model state".
+        name: "parameters", "frozen", "gradients", "master", "m", "v", "average of the weights", "other optimizer
+            state", "model state".
         nbytes: of one device.
         formula_bytes: the paper's count for it, with the parameters divided by tp; 0 for what the paper does not count.
         why: where the difference comes from; "" where there is none.
@@ -136,23 +138,42 @@ def _is_sharded(specs: Any) -> bool:
     return bool(named & set(DATA_AXES))
 
 
+class _Leaf(NamedTuple):
+    """One array of a class: its numbers, those that a device holds, over how many it is sharded, bytes of a number."""
+
+    size: int
+    held: int
+    data_shards: int
+    tp_shards: int
+    itemsize: int
+
+
+def _leaf(x: Any, spec: Any, dtype: Any, mesh: Mesh) -> _Leaf:
+    axes = jax.tree.leaves(tuple(spec))
+    data, tp = (math.prod(mesh.shape[axis] for axis in axes if axis in among) for among in (DATA_AXES, (TP,)))
+    held = NamedSharding(mesh, spec).shard_shape(x.shape)
+    return _Leaf(math.prod(x.shape), math.prod(held), data, tp, dtype.itemsize)
+
+
 def _parts(run: jzero.Run) -> list[Part]:
-    state, elements, nbytes = run.abstract_state, dict[str, int](), dict[str, int]()
-    for name, x in [
-        *(("parameters", x) for x in jax.tree.leaves(state.params)),
-        *(("frozen", x) for x in jax.tree.leaves(state.frozen)),
-        *((_class_of(path), x) for path, x in jax.tree.leaves_with_path(state.opt_state)),
-        *(("model state", x) for x in jax.tree.leaves(state.model_state)),
-    ]:
-        held = x.sharding.shard_shape(x.shape)
-        elements[name] = elements.get(name, 0) + math.prod(held)
-        nbytes[name] = nbytes.get(name, 0) + _shard_bytes(x)
-    nbytes["gradients"] = run.grads_bytes()
-    elements["gradients"] = run.grads_bytes() // run.grads_dtype.itemsize
+    state, specs, mesh = run.abstract_state, run.specs.state, run.mesh
+    found: dict[str, list[_Leaf]] = {}
+
+    def add(name: str, x: Any, spec: Any, dtype: Any = None) -> None:
+        found.setdefault(name, []).append(_leaf(x, spec, dtype or x.dtype, mesh))
+
+    for name, shapes, of in (
+        ("parameters", state.params, specs.params),
+        ("frozen", state.frozen, specs.frozen),
+        ("model state", state.model_state, specs.model_state),
+    ):
+        jax.tree.map(functools.partial(add, name), shapes, of)
+    jax.tree.map(functools.partial(add, "gradients", dtype=run.grads_dtype), state.params, run.specs.grads)
+    jax.tree.map_with_path(lambda path, x, spec: add(_class_of(path), x, spec), state.opt_state, specs.opt_state)
     trained, stage = sum(x.size for x in jax.tree.leaves(state.params)), stage_of(run)
-    names = [*PAPER, *(name for name in nbytes if name not in PAPER)]
     closed = _closed_form(trained, stage, run)
-    return [_part(name, nbytes.get(name, 0), elements.get(name, 0), closed.get(name)) for name in names]
+    names = [*PAPER, *(name for name in found if name not in PAPER)]
+    return [_part(name, found.get(name, []), closed.get(name), trained, run) for name in names]
 
 
 def _closed_form(trained: int, stage: int, run: jzero.Run) -> dict[str, float]:
@@ -162,20 +183,34 @@ def _closed_form(trained: int, stage: int, run: jzero.Run) -> dict[str, float]:
     return dict(zip(PAPER, (states.params, states.grads, states.master, one_moment, one_moment), strict=True))
 
 
-def _part(name: str, nbytes: int, elements: int, formula: float | None) -> Part:
-    """A part beside the paper's count, with the difference taken apart: in bytes per element, and in elements."""
+def _part(name: str, leaves: Sequence[_Leaf], formula: float | None, trained: int, run: jzero.Run) -> Part:
+    """A part beside the paper's count, and where they differ."""
+    nbytes = sum(leaf.held * leaf.itemsize for leaf in leaves)
     if formula is None:
         return Part(name, nbytes, 0.0, "not in the paper's count" if nbytes else "")
-    ideal = formula / PAPER[name]
-    reasons: list[str] = []
-    if not elements:
-        return Part(name, nbytes, formula, "the run keeps none")
-    width = nbytes / elements
-    if width != PAPER[name]:
-        reasons.append(f"{width:g} bytes a number instead of {PAPER[name]}")
-    if not math.isclose(elements, ideal, rel_tol=1e-9):
-        reasons.append(f"{elements - ideal:+,.0f} numbers, of leaves that stay whole")
-    return Part(name, nbytes, formula, "; ".join(reasons))
+    if not leaves:
+        return Part(name, 0, formula, "the run keeps none")
+    shards = round(trained * PAPER[name] / formula / run.mesh.shape[TP]) if formula else 1
+    return Part(name, nbytes, formula, "; ".join(_reasons(leaves, PAPER[name], trained, shards, run.mesh.shape[TP])))
+
+
+def _reasons(leaves: Sequence[_Leaf], width: int, trained: int, shards: int, tp: int) -> Iterator[str]:
+    """Why a class is not `width` bytes for every trained number, over `shards` x `tp` devices."""
+    widths = sorted({leaf.itemsize for leaf in leaves})
+    if widths != [width]:
+        yield f"{' or '.join(map(str, widths))} bytes a number instead of {width}"
+    if missing := trained - sum(leaf.size for leaf in leaves):
+        yield f"of {abs(missing):,} numbers {'the run keeps none' if missing > 0 else 'more than one'}"
+    fewer = [leaf for leaf in leaves if 1 < leaf.data_shards < shards]
+    if fewer:
+        yield f"sharded over {min(leaf.data_shards for leaf in fewer)} of {shards} devices"
+    for words, some in (
+        ("stay whole", [leaf for leaf in leaves if leaf.data_shards == 1 < shards]),
+        ("are not split by tp", [leaf for leaf in leaves if leaf.tp_shards < tp and leaf.data_shards == shards]),
+    ):
+        extra = sum(leaf.held - leaf.size / (shards * tp) for leaf in some)
+        if extra:
+            yield f"{extra:+,.0f} numbers, of {len(some)} leaves that {words}"
 
 
 def _class_of(path: tuple[Any, ...]) -> str:

@@ -8,11 +8,15 @@ import jax
 
 import jzero
 from jzero import gpus, hlo, targets
+from jzero.mesh import data_size
 from jzero.plan.estimate import Estimate, Tokens, estimate
 from jzero.plan.memory import Memory, memory_of, stage_of
 from jzero.plan.traffic import Traffic, traffic_of
 from jzero.rates import Rates
 from jzero.saved import saved
+
+MARGIN = 0.1  # part of a device's memory that is to stay free: for the driver, for libraries, for fragments
+_NAMED = 3  # leaves that stay whole, one by one
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Plan:
 
 def of(
     run: jzero.Run,
-    gpu: targets.Gpu | None = None,
+    gpu: targets.Gpu | str | None = None,
     *,
     tokens: Tokens | None = None,
     capacity_bytes: int | None = None,
@@ -70,17 +74,21 @@ def of(
 
     Args:
         run: from `jzero.setup`; on a mesh of `targets.gpu_devices`, the GPUs need not be here.
-        gpu: the description of those, for their memory and rates; None for devices that are here, of which a GPU that
-            the table knows by its name has rates, too.
+        gpu: the description of those, or its name, for their memory and rates; None for devices that are here, of which
+            a GPU that the table knows by its name has rates, too.
         tokens: what a row of the batch is to the model, for tokens per second.
         capacity_bytes: memory of one device, where it is not that of `gpu`.
         label: what a table is to say of it.
 
     Raises:
+        ValueError: the run is on other devices than `gpu`.
         HloError: the program cannot be read to the byte; the message names the instruction.
     """
-    program = run.lower()["step"].compile(compiler_options=targets.COMPILER_OPTIONS if gpu else None)
+    gpu = targets.parse(gpu) if isinstance(gpu, str) else gpu
     device = run.mesh.devices.flat[0]
+    if gpu and gpu.name != device.device_kind:
+        raise ValueError(f"the run is on {device.device_kind}, and the plan asked for is of {gpu.name}")
+    program = run.lower()["step"].compile(compiler_options=targets.COMPILER_OPTIONS if gpu else None)
     known = gpu or gpus.by_name(device.device_kind)
     per_host = gpu.devices_per_host if gpu else jax.local_device_count()
     stage = stage_of(run)
@@ -97,6 +105,18 @@ def of(
         memory=memory_of(run, program, per_host, kept.activation_bytes, kept.gathered_bytes),
         traffic=traffic_of(run, ledger, stage, per_host),
         time=estimate(run, program, Rates.of(known, run.mesh, per_host), tokens) if known else None,
-        notes=run.notes,
+        notes=(*_whole(run), *run.notes),
         label=dict(label or {}),
     )
+
+
+def _whole(run: jzero.Run) -> list[str]:
+    """What the stage would shard and could not, the largest first."""
+    if data_size(run.mesh) == 1:
+        return ["there is one data-parallel device: nothing is sharded, and all stages are stage 0"]
+    largest = sorted(run.whole, key=lambda leaf: -leaf.nbytes)
+    if not largest:
+        return []
+    total = sum(leaf.nbytes for leaf in largest)
+    named = [f"{leaf.path} {tuple(leaf.shape)}, {leaf.nbytes:,} bytes: {leaf.reason}" for leaf in largest[:_NAMED]]
+    return [f"whole on every device: {len(largest)} leaves, {total:,} bytes of parameters", *named]

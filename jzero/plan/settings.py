@@ -1,5 +1,6 @@
 """What the command line asks a plan of: settings of a run, each with the devices it is for."""
 
+import dataclasses
 import itertools
 import math
 import os
@@ -19,6 +20,7 @@ from jzero.plan.report import Plan, of
 
 HERE, CPU = "here", "cpu"
 FAKE_DEVICES = 8
+_SWEPT = {"stage": "stages", "mesh": "meshes", "micro_batch": "micro_batches", "model.remat": "remats"}
 _BFLOAT16 = (8, 0)  # the first compute capability that multiplies it
 
 
@@ -36,10 +38,12 @@ class Setting:
     Attributes:
         config: resolved.
         gpu: what it is for; None for devices that are here.
+        notes: what was assumed to resolve it.
     """
 
     config: Config
     gpu: targets.Gpu | None
+    notes: tuple[str, ...] = ()
 
     @property
     def devices_here(self) -> str | None:
@@ -67,7 +71,15 @@ def combinations(
     micro_batches: Sequence[int] = (),
     remats: Sequence[str] = (),
 ) -> list[Config]:
-    """`config` with every combination of what is given; what is not given stays as it is."""
+    """`config` with every combination of what is given; what is not given stays as it is.
+
+    Raises:
+        ConfigError: a key is given once for all and several times over.
+    """
+    for (key, flag), several in zip(_SWEPT.items(), (stages, meshes, micro_batches, remats), strict=True):
+        section, _, name = key.rpartition(".")
+        if several and name in (getattr(config, section) if section else config).model_fields_set:
+            raise ConfigError(f"--{key} and --{flag} exclude each other: give one of them")
     axes = {"mesh": meshes, "remat": remats, "micro_batch": micro_batches, "stage": stages}
     named = {key: values for key, values in axes.items() if values}
     return [_changed(config, dict(zip(named, values, strict=True))) for values in itertools.product(*named.values())]
@@ -87,14 +99,20 @@ def setting_of(config: Config, gpu: targets.Gpu | None, devices: int | None = No
         ConfigError: settings that do not fit each other or the devices.
     """
     count = device_count(config, gpu, devices)
+    if gpu:
+        targets.check(gpu, count)
+        _check_network(gpu, count)
     per_host = gpu.devices_per_host if gpu else count
     try:
         full = mesh.sizes_on(mesh.parse(config.mesh), count)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    notes: tuple[str, ...] = ()
     if "batch_size" not in config.model_fields_set:
-        rows = (config.micro_batch or 1) * full[mesh.NODE] * full[mesh.DP]
+        each = config.micro_batch or 1
+        rows = each * full[mesh.NODE] * full[mesh.DP]
         config = config.model_copy(update={"batch_size": rows})
+        notes = (f"batch_size is not named: {rows} sequences, one microbatch of {each} for every data-parallel device",)
     hosts = [str(i // per_host) for i in range(count)]
     resolved = resolve(config, count, "cuda" if gpu else jax.default_backend(), hosts)
     if gpu and gpu.capability < _BFLOAT16 and resolved.precision.params == "bfloat16":
@@ -102,7 +120,16 @@ def setting_of(config: Config, gpu: targets.Gpu | None, devices: int | None = No
             f"precision.params = bfloat16: {gpu.name} has no bfloat16 (compute capability "
             f"{gpu.capability[0]}.{gpu.capability[1]}); take --precision.params float32 or a newer GPU"
         )
-    return Setting(resolved, gpu)
+    return Setting(resolved, gpu, notes)
+
+
+def _check_network(gpu: targets.Gpu, count: int) -> None:
+    if count > gpu.devices_per_host and not gpu.nic_gb_per_s:
+        base = next((name for name, known in targets.GPUS.items() if known.name == gpu.name), gpu.name)
+        raise targets.TargetError(
+            f"target {base}: {count} devices stand in several hosts, and it has no network card: say how fast one is, "
+            f"--target {base}:nic_gb_per_s=12.5, or take up to {gpu.devices_per_host} devices"
+        )
 
 
 def device_count(config: Config, gpu: targets.Gpu | None, devices: int | None = None) -> int:
@@ -132,8 +159,9 @@ def plan_of(setting: Setting) -> Plan:
     count = math.prod(mesh.parse(config.mesh).values())
     devices: Sequence[Any] = list(targets.gpu_devices(gpu, count)) if gpu else jax.devices()[:count]
     run = make_run(config, jzero.make_mesh(config.mesh, devices))
-    label = {"remat": config.model.remat, "micro_batch": str(config.micro_batch)}
+    label = {"stage": str(config.stage), "remat": config.model.remat, "micro_batch": str(config.micro_batch)}
     label |= {} if config.zero.regather else {"gathered": "kept"}
     sizes, seq_len = config.model.decoder(config.precision.params), config.data.seq_len
     tokens = Tokens(seq_len, flops_per_token(sizes, seq_len))
-    return of(run, gpu, tokens=tokens, capacity_bytes=None if gpu else watch.memory_limit(), label=label)
+    plan = of(run, gpu, tokens=tokens, capacity_bytes=None if gpu else watch.memory_limit(), label=label)
+    return dataclasses.replace(plan, notes=(*plan.notes, *setting.notes))

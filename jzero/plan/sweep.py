@@ -4,6 +4,7 @@ One plan for absent GPUs is made so, too: their compiler speaks of what this pro
 """
 
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 
 from jzero import targets
-from jzero.config import ConfigError
+from jzero.config import Config, ConfigError
 from jzero.hlo import HloError
 from jzero.plan.kept import Kept
 from jzero.plan.report import Plan
@@ -26,6 +27,7 @@ from jzero.plan.settings import Setting, plan_of
 
 Result = Plan | ConfigError | targets.TargetError
 _TASKS = 16  # of a process: what compilers keep does not pile up
+_IS_NOISE = re.compile(r"cudart_stub|absl::InitializeLog|^[IWE]\d{4} ")
 _SHOWN = 2000  # last characters of what a process said that has died
 
 
@@ -84,7 +86,18 @@ def _in_a_pool(settings: dict[int, Setting], workers: int) -> Iterator[tuple[int
                 for future in as_completed(futures):
                     yield futures[future], future.result()
             except BrokenProcessPool:
-                raise PlanError(f"a process that compiled has ended: {_last_words(Path(said).iterdir())}") from None
+                open_ones = [name_of(settings[i].config) for future, i in futures.items() if not _is_whole(future)]
+                words = _last_words(Path(said).iterdir())
+                raise PlanError(
+                    f"a process that compiled has ended, as where memory runs out ({words}); without a plan are "
+                    f"{'; '.join(open_ones)}"
+                ) from None
+
+
+def name_of(config: Config) -> str:
+    """A setting among others, in words."""
+    words = f"stage {config.stage} on {config.mesh}, micro_batch {config.micro_batch}, remat {config.model.remat}"
+    return words if config.zero.regather else f"{words}, kept gathered"
 
 
 def cores() -> int:
@@ -117,8 +130,15 @@ def _plan_or_reason(setting: Setting) -> Result:
         return error
     except (jax.errors.JaxRuntimeError, HloError) as error:
         words = (str(error).splitlines() or [type(error).__name__])[0]
-        raise PlanError(f"stage {setting.config.stage} on mesh {setting.config.mesh}: {words}") from None
+        raise PlanError(f"{name_of(setting.config)}: {words}") from None
+
+
+def _is_whole(future: Future[Result]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def _last_words(files: Iterable[Path]) -> str:
-    return " ".join(path.read_text(errors="replace")[-_SHOWN:] for path in files).strip() or "it said nothing"
+    """What processes said, without what a plugin says at its start and a compiler on its way."""
+    lines = [line for path in files for line in path.read_text(errors="replace").splitlines()]
+    told = [line for line in lines if not _IS_NOISE.search(line)]
+    return " ".join(told)[-_SHOWN:].strip() or "it said nothing"

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from jzero.plan.estimate import Estimate
 from jzero.plan.fit import remedies
 from jzero.plan.memory import Part
-from jzero.plan.report import Plan
+from jzero.plan.report import MARGIN, Plan
 from jzero.plan.traffic import BETWEEN_HOSTS, IN_HOST, Traffic
 
 
-def describe(plan: Plan, margin: float = 0.0) -> str:
+def describe(plan: Plan, margin: float = MARGIN) -> str:
     """All that a plan says.
 
     Args:
@@ -47,12 +47,12 @@ class Unit:
         return format(size, digits)
 
 
-def compare(plans: Sequence[Plan], margin: float = 0.0) -> str:
+def compare(plans: Sequence[Plan], margin: float = MARGIN) -> str:
     """One line for each plan: what it holds, whether it fits, and what it sends."""
     unit = max((Unit.of(plan) for plan in plans), key=lambda unit: unit.nbytes)
     head = (
         "mesh", "stage", "remat", "rows", "states", "temporaries", "peak", "fits", "wire, in a host", "between hosts",
-        "step ms", "mfu",
+        "tokens/s", "mfu",
     )  # fmt: skip
     rows = [head, *(_row(plan, margin, unit) for plan in plans)]
     first = plans[0]
@@ -87,7 +87,7 @@ def _row(plan: Plan, margin: float, unit: Unit) -> tuple[str, ...]:
         fits,
         show(plan.traffic.wire_bytes(IN_HOST)),
         show(plan.traffic.wire_bytes(BETWEEN_HOSTS)),
-        f"{plan.time.step_s * 1e3:,.0f}" if plan.time else "",
+        f"{plan.time.tokens_per_s:,.0f}" if plan.time else "",
         f"{plan.time.mfu:.1%}" if plan.time and plan.time.mfu else "",
     )
 
@@ -105,9 +105,11 @@ def _head(plan: Plan, unit: Unit) -> str:
     mesh = ",".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     where = "not here, compiled for" if plan.absent else "here"
     parts = f"{plan.micro_batches} microbatches" if plan.micro_batches > 1 else "one microbatch"
+    asked = plan.label.get("stage", str(plan.stage))
+    stage = f"stage {plan.stage}" + (f" ({asked} was asked for)" if asked != str(plan.stage) else "")
     power = {"MB": 6, "GB": 9}[unit.name]
     return (
-        f"{plan.parameters:,} parameters, stage {plan.stage} on mesh {mesh}: {plan.devices} x {plan.device} ({where})\n"
+        f"{plan.parameters:,} parameters, {stage} on mesh {mesh}: {plan.devices} x {plan.device} ({where})\n"
         f"{plan.rows} sequences a step, in {parts}; numbers are of one device, {unit.name} are 10^{power} bytes"
     )
 
@@ -126,7 +128,16 @@ def _memory(plan: Plan, margin: float, unit: Unit) -> str:
     if memory.activations_bytes:
         rows.append(("  activations", show(memory.activations_bytes), "", "kept by forward for backward"))
     if memory.gathered_bytes:
-        rows.append(("  gathered parameters", show(memory.gathered_bytes), "", "the most at a time"))
+        rows.append(
+            (
+                "  gathered parameters",
+                show(memory.gathered_bytes),
+                "",
+                "the most at a time, with copies in other layouts",
+            )
+        )
+    if memory.other_bytes:
+        rows.append(("  other", show(memory.other_bytes), "", "what a layer computes with, logits, buffers of links"))
     rows.append(("peak", show(memory.peak_bytes), "", _fit(plan, margin, unit)))
     if memory.tiers.get("host"):
         said = f"at rest; {show(memory.host_bytes_per_machine)} of a machine's memory"
