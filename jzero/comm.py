@@ -5,12 +5,16 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh
 
+from jzero.mesh import TP
 from jzero.targets import known_options
 
-# Collectives that may be under way at once where they pass the network.  XLA's own limit is one, and it takes the
-# network to be slow: the layer's gathers then queue for the few matmuls that it lets them hide under, and most of them
-# find none.  Within a host the limit of one is the better one.  Here and below: `examples/benchmarks/overlap.md`.
-_ACROSS_HOSTS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+# How many collectives may be under way at once.  XLA's own limit is one, and it takes the network to be slow: across
+# hosts a layer's gathers then queue for the few matmuls that it lets them hide under, and most of them find none;
+# within a host they queue with what tensor parallelism sends.  Else one is best.  Here and below:
+# `examples/benchmarks/overlap.md`.
+_AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
+_ACROSS_HOSTS = {_AT_ONCE: 4}
+_BESIDE_TP = {_AT_ONCE: 2}
 # Two turns of a loop in one body: what one gathers, the next reads where it lies.  Else each layer's parameters are
 # copied once, into the loop's carry.  Where layers gather nothing it takes memory and gives no time.
 _WHERE_LAYERS_GATHER = {"xla_gpu_enable_while_loop_double_buffering": True}
@@ -22,7 +26,8 @@ class Comm:
 
     Attributes:
         overlap: computation is moved between the start and the end of a collective (the latency-hiding scheduler).
-        reduce_bucket_bytes: reductions that stand next to each other are combined up to this size; None is XLA's own.
+        reduce_bucket_bytes: reductions that stand next to each other are combined up to this size, of what comes out of
+            them: shards of a reduce-scatter, whole tensors of an all-reduce. None is XLA's own.
         gather_bucket_bytes: gathers, likewise; None is a layer's, or XLA's own where layers gather nothing.
     """
 
@@ -54,7 +59,8 @@ class Comm:
         sizes["all_gather"] = self.gather_bucket_bytes or layer_bytes or None
         buckets = {f"xla_gpu_{kind}_combine_threshold_bytes": n for kind, n in sizes.items() if n is not None}
         hosts = {device.process_index: device for device in mesh.devices.flat}
-        wanted = (_ACROSS_HOSTS if len(hosts) > 1 else {}) | (_WHERE_LAYERS_GATHER if layer_bytes else {})
+        at_once = _ACROSS_HOSTS if len(hosts) > 1 else _BESIDE_TP if mesh.shape.get(TP, 1) > 1 else {}
+        wanted = at_once | (_WHERE_LAYERS_GATHER if layer_bytes else {})
         # Both names may go with a version of XLA; a process can compile for its own GPUs alone.
         known = known_options(wanted, hosts.get(jax.process_index(), device)) if self.overlap else {}
         return {"xla_gpu_enable_latency_hiding_scheduler": self.overlap, **buckets, **known}

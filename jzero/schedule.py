@@ -189,7 +189,7 @@ def _time(found: list[Collective], usage: Usage) -> CollectiveTime:
         wire_bytes=sum(c.wire_bytes for c in found),
         matmuls=first.matmuls,
         seconds=usage.seconds,
-        hidden_s=usage.seconds - usage.exposed_s,
+        hidden_s=max(0.0, usage.seconds - usage.exposed_s),  # rounding
         exposed_s=usage.exposed_s,
         op_name=first.op_name,
     )
