@@ -206,5 +206,5 @@ def test_the_command_draws_what_it_has_planned(tmp_path, monkeypatch, capsys):
 
 def test_a_sweeps_table_has_a_head_for_every_column():
     head, *rows = text.compare(several(4), 0.1).splitlines()[1:6]
-    assert head.split()[-3:] == ["step", "ms", "mfu"]
+    assert head.endswith("  mfu")
     assert {len(row) for row in rows} == {len(head)}
