@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from jzero.gpus import Gpu, TargetError
 from jzero.hlo_cost import Cost
 
+_TF32 = (8, 0)  # the first compute capability whose matrix units take 32-bit operands
 # A collective's fixed cost, and what each step of its ring adds: the order of what NCCL's own tables have for its
 # protocols (1 to 3 microseconds within a host, 3 to 14 across).
 _START_S = 10e-6
@@ -60,7 +61,7 @@ class Rates:
         memory_bytes_per_s: peak of device memory, reads and writes together.
         links: by mesh axes, "node+dp": what groups along them talk over.
         matmul_efficiency, memory_efficiency, link_efficiency: shares of the peaks that are reached.
-        wide_matmuls: speed of products of 32-bit operands (as TF32) by that of 16-bit ones.
+        wide_matmuls: speed of products of 32-bit operands by that of 16-bit ones: as TF32, or without matrix units.
         kernel_s: what starting one kernel adds to its time.
     """
 
@@ -91,6 +92,8 @@ class Rates:
             for count in range(1, len(axes) + 1)
             for chosen in itertools.combinations(axes, count)
         }
+        if gpu.capability < _TF32:  # a multiplication and an addition per unit and cycle
+            reached.setdefault("wide_matmuls", 2e-3 * gpu.cores * gpu.fpus_per_core * gpu.clock_ghz / gpu.bf16_tflops)
         return Rates(gpu.name, gpu.bf16_tflops * 1e12, gpu.hbm_gb_per_s * 1e9, links, **reached)
 
     def compute_s(self, cost: Cost) -> float:
@@ -120,7 +123,7 @@ class Rates:
         """
         matmuls = (
             f"{self.device}: {self.matmul_flops_per_s / 1e12:g} TFLOPS in 16 bits, of which matrix products reach "
-            f"{self.matmul_efficiency:.0%} (with 32-bit operands {self.wide_matmuls:g} times that)"
+            f"{self.matmul_efficiency:.0%} (with 32-bit operands {self.wide_matmuls:.3g} times that)"
         )
         memory = (
             f"memory: {self.memory_bytes_per_s / 1e9:g} GB/s, of which kernels reach {self.memory_efficiency:.0%}; a "

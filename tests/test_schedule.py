@@ -191,6 +191,13 @@ def test_groups_within_a_host_have_its_links_and_others_their_members_cards(
     assert (link.kind, link.hosts, link.members_per_host, link.bytes_per_s / 1e9) == (kind, hosts, members, gb_per_s)
 
 
+def test_without_matrix_units_for_them_32_bit_products_are_those_of_the_cores():
+    mesh = jzero.make_mesh("dp=1", jax.devices()[:1])
+    v100 = Rates.of(GPUS["v100-16"], mesh)
+    assert v100.wide_matmuls * v100.matmul_flops_per_s == pytest.approx(15.7e12, rel=0.01)  # NVIDIA's figure
+    assert Rates.of(GPUS["a100"], mesh).wide_matmuls == 0.5
+
+
 def test_gpus_without_nvlink_talk_over_pcie_and_without_a_card_to_no_other_host():
     assert rates_of("dp=8", 8, "l40s").links["dp"].kind == "PCIe"
     with pytest.raises(ValueError, match=r"NVIDIA L40S has no network card, .* over 2 hosts"):
