@@ -158,8 +158,10 @@ def test_the_command_plans_for_gpus_that_are_not_here(capsys):
         (("--target", "h100", "--mesh", "dp=5,tp=2"), "10 devices"),
         (("--target", "h100", "--mesh", "dp=-1,tp=3", "--devices", "8"), "tp = 3 must divide"),
         (("--batch_size", "3", "--mesh", "dp=8"), "batch_size"),
-        (("--target", "v100-16"), "has no bfloat16"),
-        (("--target", "rtx4090", "--mesh", "node=3,dp=8"), "--target rtx4090:nic_gb_per_s=12.5"),
+        pytest.param(("--target", "v100-16"), "has no bfloat16", marks=needs_compiler),
+        pytest.param(
+            ("--target", "rtx4090", "--mesh", "node=3,dp=8"), "rtx4090:nic_gb_per_s=12.5", marks=needs_compiler
+        ),
         (("--mesh", "dp=8", "--meshes", "dp=4,tp=2"), "--mesh and --meshes exclude each other"),
         (("--margin", "2"), "--margin"),
         (("--devices", "none"), "--devices"),
