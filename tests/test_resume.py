@@ -203,7 +203,7 @@ def test_a_run_without_a_name_has_nothing_to_go_on_from(tmp_path, capsys, monkey
         (["--seed", "1"], ["seed = 1, and was 0 at step 6", "run.dir"]),
         (["--data.eval_fraction", "0.3"], ["data.eval_fraction = 0.3, and was"]),
         (["--data.seq_len", "8"], ["data.seq_len = 8, and was 16"]),
-        (["--data.path", "README.md"], ["data.path: 1,", "training sequences, digest", "the same data"]),
+        (["--data.path", "README.md"], ["data.path: ", "training sequences, digest", "the same data"]),
         (["--steps", "5"], ["steps = 5 is less than step 6 in"]),
     ],
 )
