@@ -24,7 +24,7 @@ START_TIMEOUT_S = 120
 HEARTBEAT_TIMEOUT_S = 30
 _GRACE_S = 60  # beyond our own patience, after which JAX would abort
 _PATIENT_S = 10  # without a word
-_FAKE_DEVICES = 8  # of all processes
+FAKE_DEVICES = 8  # of all processes
 
 _STATUS = re.compile("[A-Z_]+: ")  # all of XLA's errors begin with one
 _DEVICE = re.compile("(INTERNAL|UNKNOWN|DATA_LOSS|ABORTED|UNAVAILABLE): ")
@@ -113,19 +113,24 @@ def start_cpu_devices(processes: int = 1) -> None:
         processes: what `start` returns; among them the devices are divided, so that a run in several processes is the
             run that one would be.
     """
-    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in os.environ:
-        return
-    count = max(1, _FAKE_DEVICES // (processes or _FAKE_DEVICES))
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-        return
-    if jax.default_backend() == "cpu" and jax.process_index() == 0:
+    count = max(1, FAKE_DEVICES // (processes or FAKE_DEVICES))
+    if make_cpu_devices(count) and jax.default_backend() == "cpu" and jax.process_index() == 0:
         total = f"{jax.process_count()} x {count}" if jax.process_count() > 1 else str(count)
         print(
             f"no accelerator: {total} fake CPU devices "
             "(another number: XLA_FLAGS=--xla_force_host_platform_device_count=N)"
         )
+
+
+def make_cpu_devices(count: int) -> bool:
+    """Has JAX start so many CPU devices; False where the environment says how many, or JAX has started them."""
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in os.environ:
+        return False
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        return False
+    return True
 
 
 def lost_peer(error: Exception) -> bool:

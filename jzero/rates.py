@@ -140,7 +140,7 @@ class Rates:
 
 
 def _link(gpu: Gpu, mesh: Mesh, axes: tuple[str, ...], devices_per_host: int) -> Link:
-    hosts, members = _spread(mesh, axes, devices_per_host)
+    hosts, members = spread(mesh, axes, devices_per_host)
     within = ("NVLink", gpu.nvlink_gb_per_s) if gpu.nvlink_gb_per_s else ("PCIe", gpu.pcie_gb_per_s)
     network = members * gpu.nic_gb_per_s
     if hosts > 1 and not network:
@@ -154,7 +154,7 @@ def _link(gpu: Gpu, mesh: Mesh, axes: tuple[str, ...], devices_per_host: int) ->
     return Link(kind, hosts, members, rate * 1e9, _START_S + ring, _START_S + tree)
 
 
-def _spread(mesh: Mesh, axes: tuple[str, ...], devices_per_host: int) -> tuple[int, int]:
+def spread(mesh: Mesh, axes: tuple[str, ...], devices_per_host: int) -> tuple[int, int]:
     """(hosts of a group along `axes`, members in each), of the group that is spread widest."""
     names = [*(name for name in mesh.axis_names if name not in axes), *axes]
     order = [mesh.axis_names.index(name) for name in names]

@@ -28,10 +28,7 @@ class Compiler:
     def __init__(self, capacity=80 * GB):
         self.asked, self.capacity = [], capacity
 
-    def __call__(self, configs):
-        return [self.plan(config) for config in configs]
-
-    def plan(self, config):
+    def __call__(self, config):
         self.asked.append((auto.name_of(config), config.micro_batch))
         states = {0: 110, 1: 60, 2: 40, 3: 20}[config.stage] + (0 if config.zero.regather else 15)
         per_row = {"none": 12, "dots": 6, "full": 2}[config.model.remat]
@@ -97,7 +94,7 @@ def test_what_fits_nowhere_says_by_how_much_and_what_would():
 
 def test_a_device_that_does_not_tell_its_memory_is_refused():
     compiler = Compiler()
-    silent = lambda configs: [dataclasses.replace(p, capacity_bytes=None) for p in compiler(configs)]  # noqa: E731
+    silent = lambda config: dataclasses.replace(compiler(config), capacity_bytes=None)  # noqa: E731
     with pytest.raises(ConfigError, match="nobody tells"):
         auto.choose(config_of(), 8, silent)
 

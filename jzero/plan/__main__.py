@@ -18,19 +18,17 @@ import jax
 import pydantic
 from tqdm import tqdm
 
-from jzero import compile_cache, mesh, targets
+from jzero import compile_cache, distributed, mesh, targets
 from jzero.config import Config, ConfigError, load_with
 from jzero.ending import failed
 from jzero.plan import Plan, auto, formula_command, kept, plots, text
 from jzero.plan.flags import SWEEPS, flags
 from jzero.plan.settings import (
     CPU,
-    FAKE_DEVICES,
     HERE,
     combinations,
     device_count,
     devices_of,
-    fixed_by_environment,
     setting_of,
 )
 from jzero.plan.sweep import PlanError, plans
@@ -75,7 +73,10 @@ def answer(config: Config, own: dict[str, Any]) -> str:
         with tqdm(total=len(settings), desc="compiling", unit="plan", disable=len(settings) == 1, leave=False) as bar:
             return _whole(plans(settings, store, bar.update))
 
-    chosen = [_chosen(each, device_count(each, gpu, own.get("devices")), made, margin) for each in configs]
+    def made_of(one: Config) -> Plan:
+        return made([one])[0]
+
+    chosen = [_chosen(each, device_count(each, gpu, own.get("devices")), made_of, margin) for each in configs]
     lines, found = [line for said, _ in chosen for line in said], made([each for _, each in chosen])
     if "plot" in own:
         plots.save(own["plot"], found, margin)
@@ -107,11 +108,11 @@ def as_json(plan: Plan, margin: float, config: Config, lines: Sequence[str]) -> 
 
 
 def _chosen(
-    config: Config, count: int, made: Callable[[Sequence[Config]], list[Plan]], margin: float
+    config: Config, count: int, made_of: Callable[[Config], Plan], margin: float
 ) -> tuple[tuple[str, ...], Config]:
     if config.stage != "auto":
         return (), config
-    choice = auto.choose(config, count, made, margin)
+    choice = auto.choose(config, count, made_of, margin)
     return choice.lines, choice.config
 
 
@@ -137,14 +138,11 @@ def start_devices(target: str, configs: Sequence[Config], devices: int | None) -
         jax.config.update("jax_platforms", "cpu")  # a GPU that is here is left alone
     if target not in (HERE, CPU):
         return targets.parse(target)
-    if not fixed_by_environment():
-        try:
-            counts = [devices_of(mesh.parse(config.mesh), devices, FAKE_DEVICES) for config in configs]
-            jax.config.update("jax_num_cpu_devices", max(counts))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        except RuntimeError:  # JAX has started its backends: in a program of one's own
-            pass
+    try:
+        counts = [devices_of(mesh.parse(config.mesh), devices, distributed.FAKE_DEVICES) for config in configs]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    distributed.make_cpu_devices(max(counts))
     return None
 
 

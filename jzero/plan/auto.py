@@ -44,7 +44,7 @@ class Choice:
 def choose(
     config: Config,
     device_count: int,
-    plans: Callable[[Sequence[Config]], list[Plan]],
+    plan_of: Callable[[Config], Plan],
     margin: float = MARGIN,
 ) -> Choice:
     """The cheapest setting of `config` that fits.
@@ -52,7 +52,7 @@ def choose(
     Args:
         config: whose stage is `auto`; a `micro_batch` that is given stays.
         device_count: devices of the mesh.
-        plans: of settings; called with the smallest of every kind first, then with one at a time.
+        plan_of: of a setting with its stage and microbatch named; called as often as it takes.
         margin: part of a device's memory that is to stay free.
 
     Raises:
@@ -60,7 +60,6 @@ def choose(
     """
     sizes = meshes.sizes_on(meshes.parse(config.mesh), device_count)
     data_parallel = sizes[meshes.NODE] * sizes[meshes.DP]
-    kinds = list(ladder(config, data_parallel))
     rows = rows_that_divide(config, data_parallel)
 
     def sized(kind: Config, count: int) -> Config:
@@ -68,23 +67,23 @@ def choose(
         return kind.model_copy(update={"micro_batch": count, **open_batch})
 
     lines: list[str] = []
-    smallest: list[Plan] = []
-    for kind in kinds:
-        plan = plans([sized(kind, rows[0])])[0]
-        smallest.append(plan)
+    plan: Plan | None = None
+    for kind in ladder(config, data_parallel):
+        plan = plan_of(sized(kind, rows[0]))
         capacity = plan.capacity_bytes
         if capacity is None:
             raise ConfigError("stage = auto: nobody tells how much memory a device has; name a stage, or a --target")
         if (missing := plan.missing_bytes(margin)) > 0:
             lines.append(f"{name_of(kind)}: {missing / 1e9:,.2f} GB missing at a microbatch of {rows[0]}")
             continue
-        count, plan = _largest(lambda n, kind=kind: plans([sized(kind, n)])[0], rows, plan, margin)
+        count, plan = _largest(lambda n, kind=kind: plan_of(sized(kind, n)), rows, plan, margin)
         lines.append(
             f"{name_of(kind)}, micro_batch {count}: fits, {plan.memory.peak_bytes / 1e9:,.2f} of "
             f"{capacity / 1e9:,.2f} GB, {margin:.0%} to stay free"
         )
         return Choice(sized(kind, count), plan, tuple(lines))
-    raise ConfigError(f"stage = auto: nothing fits ({'; '.join(lines)}); {remedies(smallest[-1], margin)}")
+    assert plan is not None  # the ladder is never empty
+    raise ConfigError(f"stage = auto: nothing fits ({'; '.join(lines)}); {remedies(plan, margin)}")
 
 
 def settled(config: Config, devices: Sequence[Any], hosts: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
@@ -99,12 +98,11 @@ def settled(config: Config, devices: Sequence[Any], hosts: Sequence[str]) -> tup
         return config, ()
     limit = watch.memory_limit()
 
-    def plans(some: Sequence[Config]) -> list[Plan]:
-        resolved = [resolve(each, len(devices), jax.default_backend(), hosts) for each in some]
-        runs = [make_run(each, jzero.make_mesh(each.mesh, devices)) for each in resolved]
-        return [of(run, capacity_bytes=limit) for run in runs]
+    def plan_of(one: Config) -> Plan:
+        one = resolve(one, len(devices), jax.default_backend(), hosts)
+        return of(make_run(one, jzero.make_mesh(one.mesh, devices)), capacity_bytes=limit)
 
-    choice = choose(config.model_copy(update={"batch_size": config.batch_size}), len(devices), plans)
+    choice = choose(config.model_copy(update={"batch_size": config.batch_size}), len(devices), plan_of)
     return choice.config, choice.lines
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,16 +18,8 @@ from jzero.plan.estimate import Tokens
 from jzero.plan.report import Plan, of
 
 HERE, CPU = "here", "cpu"
-FAKE_DEVICES = 8
 _SWEPT = {"stage": "stages", "mesh": "meshes", "micro_batch": "micro_batches", "model.remat": "remats"}
 _BFLOAT16 = (8, 0)  # the first compute capability that multiplies it
-
-
-def fixed_by_environment() -> bool:
-    """Whether the number of CPU devices is already said."""
-    return (
-        "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or "JAX_NUM_CPU_DEVICES" in os.environ
-    )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 import jzero
@@ -19,6 +18,7 @@ from jzero import hlo, traced
 from jzero.hlo import Collective
 from jzero.mesh import DATA_AXES, TP, data_size
 from jzero.plan import formulas
+from jzero.rates import spread
 
 IN_HOST, BETWEEN_HOSTS = "in a host", "between hosts"
 
@@ -106,9 +106,8 @@ def link_of(mesh: Mesh, axes: tuple[str, ...], devices_per_host: int) -> str:
     Args:
         devices_per_host: devices fill hosts in the order of the flattened mesh.
     """
-    host = np.arange(mesh.size).reshape(tuple(mesh.shape.values())) // devices_per_host
-    moved = [mesh.axis_names.index(axis) for axis in axes]
-    return BETWEEN_HOSTS if (host.max(axis=tuple(moved)) != host.min(axis=tuple(moved))).any() else IN_HOST
+    hosts, _ = spread(mesh, axes, devices_per_host)
+    return BETWEEN_HOSTS if hosts > 1 else IN_HOST
 
 
 def _closed_form(run: jzero.Run, stage: int) -> tuple[float, str]:
