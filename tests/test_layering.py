@@ -29,6 +29,7 @@ ROWS = [
         "stop",
         "pace",
         "waiting",
+        "scratch_file",
     },
     {
         "collectives",
@@ -42,6 +43,7 @@ ROWS = [
         "metrics_file",
         "distributed",
         "together",
+        "block_files",
     },
     {"zero", "writer", "traced", "rates", "saved"},
     {"use", "simulate"},
