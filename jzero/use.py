@@ -57,7 +57,7 @@ class Move:
     def __call__(self, at_rest: "AtRest") -> jax.Array:
         """The parameter in use."""
         if at_rest.slot is None:
-            return _marked(self, jax.lax.stop_gradient(self.forward(at_rest.value)))
+            return _use_frozen(self, at_rest.value)
         return _use(self, at_rest.slot, at_rest.value)
 
 
@@ -87,6 +87,23 @@ def _use_bwd(move: Move, _: None, grad: jax.Array) -> tuple[jax.Array, None]:
 
 
 _use.defvjp(_use_fwd, _use_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _use_frozen(move: Move, value: jax.Array) -> jax.Array:
+    """One operation to a rematerialisation policy, as `_use` is: of several it would keep the first ones' results."""
+    return _marked(move, move.forward(value))
+
+
+def _use_frozen_fwd(move: Move, value: jax.Array) -> tuple[jax.Array, None]:
+    return _use_frozen(move, value), None
+
+
+def _use_frozen_bwd(move: Move, _: None, grad: jax.Array) -> tuple[None]:  # noqa: ARG001 (nobody asks for it)
+    return (None,)
+
+
+_use_frozen.defvjp(_use_frozen_fwd, _use_frozen_bwd)
 
 
 def _marked(move: Move, value: jax.Array) -> jax.Array:
