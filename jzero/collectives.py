@@ -1,4 +1,4 @@
-"""The collectives of ZeRO, as values: what moves a tensor between two of a parameter's specs.
+"""The collectives of ZeRO, as values: what moves a tensor between two of a parameter's specs, or of its memories.
 
 A collective here is a small frozen object that is called on the tensor of one device inside a region that is manual
 over the data-parallel axes.  Being data, it can be stored beside a parameter, compared, hashed into a compiled
@@ -35,11 +35,11 @@ class Transition(Protocol):
 
     @property
     def moves(self) -> bool:
-        """Whether it sends anything."""
+        """Whether it takes traffic, over the network or between host and device: it is done ahead, and done again."""
         ...
 
     def message_bytes(self, elements: int, itemsize: int) -> int:
-        """Bytes of the full tensor it sends.
+        """Bytes of the full tensor it sends over the network.
 
         Args:
             elements: of the tensor when it is whole, divided by tp.
@@ -53,7 +53,7 @@ class Transition(Protocol):
 
 
 class _Stays:
-    """What sends nothing."""
+    """What takes no traffic."""
 
     @property
     def moves(self) -> bool:
@@ -66,7 +66,7 @@ class _Stays:
 
 
 class _Sends:
-    """What sends something."""
+    """What takes traffic."""
 
     @property
     def moves(self) -> bool:
@@ -92,6 +92,22 @@ class Cast(_Stays):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..] -> [..] in `dtype`."""
         return x.astype(self.dtype)
+
+
+@dataclass(frozen=True)
+class Fetch(_Sends):
+    """Host memory to device memory, of a tensor whose shape and sharding stay.
+
+    Each device reads the memory of its own host, so no tensor is sent from one device to another.
+    """
+
+    def message_bytes(self, elements: int, itemsize: int) -> int:  # noqa: ARG002 (nothing, of whatever)
+        """None."""
+        return 0
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The same tensor in device memory."""
+        return jax.device_put(x, jax.memory.Space.Device)
 
 
 @dataclass(frozen=True)

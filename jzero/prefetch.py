@@ -8,6 +8,8 @@ loops over layers are written out; of N layers, with k ahead:
     backward  layer i computes while those of layer i - k are gathered, and while the gradient of layer i + 1, which
               the turn before left whole, is scattered.
 
+Parameters that rest in host memory are fetched where they would be gathered, or before they are.
+
 The loops take N - k turns, the other k layers stand beside them.  Forward gathers each layer once.  Its last k stay
 gathered, since backward starts with them; in exchange the last k turns of backward gather what nobody needs any more,
 as a loop has one body.  So the traffic is that of the plain scan, byte for byte.  The price is k more layers of

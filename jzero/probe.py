@@ -140,12 +140,12 @@ def hoists(path: Path, shape: tuple[int, ...], uses: Uses, layers: int, *, moves
     """Whether a parameter comes into use once, before the loss, rather than where it is read.
 
     It does when it is read twice, in a loop that does not slice it, or in a branch (where devices would wait for those
-    that took another), and when something takes it without reading it.  A stacked parameter cannot, if that takes a
-    collective: the whole stack would be gathered.
+    that took another), and when something takes it without reading it.  A stacked parameter cannot, if that takes
+    traffic: the whole stack would be gathered, or fetched from the host.
 
     Args:
         layers: how many leading dims of `shape` number layers.
-        moves: bringing the parameter into use, or its gradient to rest, takes a collective.
+        moves: bringing the parameter into use, or its gradient to rest, takes traffic.
 
     Raises:
         UnsupportedModelError: names the parameter, the place in the user's code and the remedy.
@@ -157,7 +157,8 @@ def hoists(path: Path, shape: tuple[int, ...], uses: Uses, layers: int, *, moves
     if problem and moves:
         raise UnsupportedModelError(
             f"parameter {path_name(path)!r} of shape {shape}, stacked over layers, {problem}; it would have to be "
-            f"gathered for all layers at once: change that place, or keep it whole with zero.replicate"
+            f"gathered or fetched for all layers at once: change that place, or keep it whole with zero.replicate, and "
+            f"on the device"
         )
     return problem is not None
 

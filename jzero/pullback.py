@@ -36,7 +36,7 @@ class Layer:
 
     @property
     def gathered(self) -> frozenset[Path]:
-        """The weights whose way into use takes a collective."""
+        """The weights whose way into use takes traffic."""
         return frozenset(path for path, move in self.moves.items() if move.forward.moves)
 
     @property

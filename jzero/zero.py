@@ -148,6 +148,7 @@ class Layout:
         use_forward, use_backward: rest to use, gradient in use to the gradient spec; on one layer's tensor.
         finish: accumulated gradient to the optimizer state's spec, once per step.
         publish: updated parameter to rest, once per step.
+        memory: the kind of memory that the parameter rests in; None is the device's own.
     """
 
     params: P
@@ -158,11 +159,16 @@ class Layout:
     use_backward: Transition
     finish: Transition
     publish: Transition
+    memory: str | None = None
 
     @property
     def moves(self) -> bool:
-        """Whether reading the parameter, or the gradient of that, takes a collective."""
+        """Whether reading the parameter, or the gradient of that, takes traffic."""
         return self.use_forward.moves or self.use_backward.moves
+
+    def at_rest(self, mesh: Mesh) -> NamedSharding:
+        """How the parameter lies between steps."""
+        return NamedSharding(mesh, self.params, memory_kind=self.memory)
 
 
 def path_name(path: Iterable[Hashable]) -> str:

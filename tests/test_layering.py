@@ -46,7 +46,7 @@ ROWS = [
         "block_files",
     },
     {"zero", "writer", "traced", "rates", "saved"},
-    {"use", "simulate"},
+    {"use", "simulate", "host_params"},
     {"pullback", "schedule"},
     {"prefetch"},
     {"stack"},
