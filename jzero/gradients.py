@@ -108,6 +108,11 @@ class Gradients:
         elsewhere = hoisted(found.uses, params, self.layers, self.layouts)
         return replace(self, hoisted=self.hoisted | elsewhere, sum_names=found.sum_names)
 
+    @property
+    def trained_layouts(self) -> dict[Path, Layout]:
+        """The layouts of the trained parameters."""
+        return {path: self.layouts[path] for path in self.slots}
+
     def _model(self, slots: Values, params: Values, frozen: Values, state: Values) -> nnx.Module:
         at_rest = {path: AtRest(slots.get(path), value) for path, value in {**params, **frozen}.items()}
         moves = {

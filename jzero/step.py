@@ -5,6 +5,7 @@ data-parallel axes (`gradients.py`), and the optimizer outside of it, on global 
 arguments.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -57,46 +58,113 @@ class TrainState:
     skipped_in_row: Any
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["grads", "model_state", "loss", "finite", "metrics"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class Found:
+    """What a batch says of the parameters.
+
+    Attributes:
+        grads: nested dict, float32, in the layout of the optimizer state; of the mean loss, clipped.
+        model_state: after the batch, or as it was where the gradient is not finite.
+        loss: float32 scalar, the exact mean.
+        finite: whether loss and gradient are; the update is skipped where they are not.
+        metrics: scalars to log.
+    """
+
+    grads: Any
+    model_state: Any
+    loss: jax.Array
+    finite: jax.Array
+    metrics: Metrics
+
+
 def train_step(
     gradients: Gradients, optimizer: Optimizer, mesh: Mesh, clip_norm: float, state: TrainState, batch: Any
 ) -> tuple[TrainState, Metrics]:
-    """Gradients, one division by the total weight, one clip, one update, and the way back to rest.
+    """Gradients, one update, and the way back to rest.
 
     Args:
         clip_norm: largest global norm of the gradient; infinite for none.
     """
-    layouts = {path: gradients.layouts[path] for path in gradients.slots}
+    found = find(gradients, mesh, clip_norm, state.params, state.frozen, state.model_state, batch)
+    # The optimizer sees every array in the layout of its own state; `old` costs no traffic, it is a slice at most.
+    old = in_update(gradients, mesh, state.params)
+    new, opt_state, report = updated(optimizer, found, found.grads, state.opt_state, old)
+    params = published(gradients, mesh, new)
+    after = advanced(dataclasses.replace(state, params=params, opt_state=opt_state), found)
+    return after, logged(found, after, report)
 
+
+def find(
+    gradients: Gradients, mesh: Mesh, clip_norm: float, params: Any, frozen: Any, model_state: Any, batch: Any
+) -> Found:
+    """Gradients, one division by the total weight, one clip.
+
+    Args:
+        params, frozen, model_state: of the train state.
+        clip_norm: largest global norm of the gradient; infinite for none.
+    """
+    layouts = gradients.trained_layouts
     summed = {path: data_part(to.opt_state) for path, to in layouts.items()}
-    grads, sums, model_state = over_data(gradients, mesh, _at_rest_specs(gradients), (summed, P(), P()))(
-        flatten_dict(state.params), flatten_dict(state.frozen), flatten_dict(state.model_state), batch
+    grads, sums, after = over_data(gradients, mesh, _at_rest_specs(gradients), (summed, P(), P()))(
+        flatten_dict(params), flatten_dict(frozen), flatten_dict(model_state), batch
     )
     grads = _constrain(jax.tree.map(lambda g: g / sums["weight"], grads), layouts, mesh)
     loss, norm = sums["loss"] / sums["weight"], optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     scale = jnp.minimum(1.0, clip_norm / norm)
-    grads = jax.tree.map(lambda g: g * scale, grads)
+    grads = unflatten_dict(jax.tree.map(lambda g: g * scale, grads))
+    kept = where(finite, unflatten_dict(after), model_state)
+    return Found(grads, kept, loss, finite, {**sums, "loss": loss, "grad_norm": norm})
 
-    # The optimizer sees every array in the layout of its own state; `old` costs no traffic, it is a slice at most.
-    old = unflatten_dict(_constrain(flatten_dict(state.params), layouts, mesh))
-    new, opt_state = optimizer.update(unflatten_dict(grads), state.opt_state, old, loss)
-    kept = (new, opt_state, unflatten_dict(model_state))
-    new, opt_state, model_state = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old), kept, (old, state.opt_state, state.model_state)
-    )
 
-    skip = 1 - finite.astype(jnp.int32)
-    after = TrainState(
+def updated(
+    optimizer: Optimizer, found: Found, grads: Any, opt_state: Any, old: Any
+) -> tuple[Any, Any, dict[str, jax.Array]]:
+    """(parameters, optimizer state, scalars to log) after one update, or as they were where it is skipped.
+
+    Args:
+        grads, opt_state, old: of all parameters, or of parts of them that the optimizer treats by themselves.
+    """
+    new = optimizer.update(grads, opt_state, old, found.loss)
+    params, opt_state = where(found.finite, new, (old, opt_state))
+    return params, opt_state, optimizer.report(opt_state)
+
+
+def where(finite: jax.Array, new: Any, old: Any) -> Any:
+    """`new`, or `old` where the gradient is not finite."""
+    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+
+
+def in_update(gradients: Gradients, mesh: Mesh, params: Any) -> Any:
+    """Parameters at rest in the layout in which they are updated."""
+    return unflatten_dict(_constrain(flatten_dict(params), gradients.trained_layouts, mesh))
+
+
+def published(gradients: Gradients, mesh: Mesh, params: Any) -> Any:
+    """Parameters in the layout in which they are updated, at rest."""
+    return unflatten_dict(_publish(flatten_dict(params), gradients.trained_layouts, mesh))
+
+
+def advanced(state: TrainState, found: Found) -> TrainState:
+    """`state` with the counters and the model's state as the batch left them."""
+    skip = 1 - found.finite.astype(jnp.int32)
+    return dataclasses.replace(
+        state,
         step=state.step + 1,
-        params=unflatten_dict(_publish(flatten_dict(new), layouts, mesh)),
-        frozen=state.frozen,
-        model_state=model_state,
-        opt_state=opt_state,
+        model_state=found.model_state,
         skipped=state.skipped + skip,
         skipped_in_row=(state.skipped_in_row + 1) * skip,
     )
-    counts = {"skipped": after.skipped, "skipped_in_row": after.skipped_in_row}
-    return after, {**sums, "loss": loss, "grad_norm": norm, **optimizer.report(opt_state), **counts}
+
+
+def logged(found: Found, after: TrainState, report: Mapping[str, jax.Array]) -> Metrics:
+    """The metrics of a step that led to `after`."""
+    return {**found.metrics, **report, "skipped": after.skipped, "skipped_in_row": after.skipped_in_row}
 
 
 def at_rest(gradients: Gradients, mesh: Mesh, dtypes: Any, values: Any) -> Any:
@@ -105,9 +173,8 @@ def at_rest(gradients: Gradients, mesh: Mesh, dtypes: Any, values: Any) -> Any:
     Args:
         dtypes: tree of the dtypes at rest.
     """
-    layouts = {path: gradients.layouts[path] for path in gradients.slots}
-    values = flatten_dict(jax.tree.map(lambda dtype, x: x.astype(dtype), dtypes, values))
-    return unflatten_dict(_publish(_constrain(values, layouts, mesh), layouts, mesh))
+    values = jax.tree.map(lambda dtype, x: x.astype(dtype), dtypes, values)
+    return published(gradients, mesh, in_update(gradients, mesh, values))
 
 
 def evaluate_step(gradients: Gradients, mesh: Mesh, state: TrainState, batch: Any, micro_batches: int) -> Metrics:
