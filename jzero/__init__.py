@@ -15,6 +15,7 @@ from jzero.chains import make_optimizer
 from jzero.checkpoint import Checkpoints, Restored
 from jzero.comm import Comm
 from jzero.mesh import make_mesh, process_rows
+from jzero.offload.placement import Offload
 from jzero.optim import averaged
 from jzero.precision import Precision
 from jzero.reads import UnsupportedModelError
@@ -31,6 +32,7 @@ __all__ = [
     "Checkpoints",
     "Comm",
     "MismatchError",
+    "Offload",
     "Precision",
     "Restored",
     "Run",

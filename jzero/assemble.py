@@ -18,20 +18,24 @@ from jax.sharding import PartitionSpec as P
 
 from jzero import zero as zero_lib
 from jzero.comm import Comm
+from jzero.driver import at_once
 from jzero.gradients import Gradients, device_dtype
 from jzero.look import Seen, look
 from jzero.mesh import TP, as_mesh, batch_sharding
+from jzero.offload.placement import Offload
+from jzero.offload.setup import streamed
 from jzero.optim import with_master
 from jzero.pace import Pace
 from jzero.precision import Precision
 from jzero.probe import LossFn, hoisted, notes
 from jzero.run import Run, Specs
-from jzero.step import TrainState, at_rest, evaluate_step, init_state, train_step
+from jzero.step import TrainState, at_rest, evaluate_step, init_state
 from jzero.zero import Layout, Path, Zero, data_part
 
 _AS_MADE = Precision()
 _BY_XLA = Comm()
 _EVERYWHERE = Zero()
+_NOTHING = Offload()
 _LARGE = 1024  # elements; what is smaller is not worth a word
 
 
@@ -49,6 +53,7 @@ def setup(
     precision: Precision = _AS_MADE,
     zero: Zero = _EVERYWHERE,
     comm: Comm = _BY_XLA,
+    offload: Offload = _NOTHING,
 ) -> Run:
     """Makes a ZeRO run of any Flax NNX model and any optax transformation, without making an array.
 
@@ -68,6 +73,7 @@ def setup(
         precision: dtypes of parameters, accumulated gradients and reductions.
         zero: over which axes, and what stays whole or gathered.
         comm: how collectives are scheduled.
+        offload: what rests outside of the device.
 
     Raises:
         ValueError: bad stage, mesh, batch, annotation, pattern.
@@ -97,19 +103,22 @@ def setup(
     dtypes = unflatten_dict({path: x.dtype for path, x in seen.trained().items()})
     optimizer = with_master(_transformation(tx, per_layer), dtypes)
     limit = math.inf if clip_norm is None else clip_norm
-    init = functools.partial(init_state, model_fn, seen.template, trainable, seen.params, optimizer)
+    born = functools.partial(init_state, model_fn, seen.template, trainable, seen.params)
     with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
-        shapes = jax.eval_shape(init)
+        shapes = jax.eval_shape(functools.partial(born, optimizer))
 
     specs = _specs(seen, layouts, shapes)
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs.state)
+    state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     rows = batch_sharding(mesh)
-    step = functools.partial(train_step, gradients, optimizer, mesh, limit)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, device_dtype(x), sharding=rows), batch)
+    make_driver = functools.partial(streamed, offload) if offload.in_groups else at_once
+    driver = make_driver(optimizer, gradients, limit, state, batch, born, compiler_options)
     evaluate = functools.partial(evaluate_step, gradients, mesh)
     return Run(
         mesh=mesh,
         specs=specs,
-        abstract_state=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
+        abstract_state=state,
         whole=whole,
         notes=(
             *notes(seen.found, seen.layers, layouts, gradients.hoisted, regather=zero.regather),
@@ -117,16 +126,12 @@ def setup(
         ),
         micro_batches=micro_batches,
         per_layer=per_layer,
-        abstract_batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, device_dtype(x), sharding=rows), batch),
+        abstract_batch=batch,
+        elsewhere_bytes=driver.elsewhere_bytes,
         _gradients=gradients,
-        _init=jax.jit(init, out_shardings=shardings),
-        _step=jax.jit(
-            step,
-            in_shardings=(shardings, rows),
-            out_shardings=(shardings, NamedSharding(mesh, P())),
-            donate_argnums=0,
-            compiler_options=compiler_options,
-        ),
+        _init=driver.init,
+        _step=driver.step,
+        _programs=driver.programs,
         _evaluate=jax.jit(
             evaluate, static_argnums=2, in_shardings=(shardings, rows), compiler_options=compiler_options
         ),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ class Run:
         per_layer: the trained parameters as layers read them, a nested dict of ShapeDtypeStruct: where layers are
             stacked, one layer's.
         abstract_batch: one batch as ShapeDtypeStructs with their shardings.
+        elsewhere_bytes: of optimizer state that rests outside of the device, of one device, by tier.
     """
 
     mesh: Mesh
@@ -53,9 +54,11 @@ class Run:
     micro_batches: int
     per_layer: Any
     abstract_batch: Any
+    elsewhere_bytes: Mapping[str, int]
     _gradients: Gradients
     _init: Callable[[], TrainState]
-    _step: Any
+    _step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+    _programs: Mapping[str, tuple[Any, tuple[Any, ...]]]
     _evaluate: Any
     _average_at_rest: Any
     _pace: Pace
@@ -163,7 +166,7 @@ class Run:
     def trace(self) -> dict[str, jax.stages.Traced]:
         """The run's programs as jaxprs, by name; no array is made."""
         with jax.set_mesh(self.mesh):
-            return {"step": self._step.trace(self.abstract_state, self.abstract_batch)}
+            return {name: program.trace(*arguments) for name, (program, arguments) in self._programs.items()}
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         """The run's programs, lowered, by name; no array is made."""
@@ -176,7 +179,7 @@ class Run:
         return {
             "params": _tree_bytes(state.params, specs.params, mesh),
             "frozen": _tree_bytes(state.frozen, specs.state.frozen, mesh),
-            "opt_state": _tree_bytes(state.opt_state, specs.opt_state, mesh),
+            "opt_state": _tree_bytes(state.opt_state, specs.opt_state, mesh) - sum(self.elsewhere_bytes.values()),
             "model_state": _tree_bytes(state.model_state, specs.state.model_state, mesh),
         }
 

@@ -18,7 +18,7 @@ Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tri
 
 import fnmatch
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -321,9 +321,9 @@ def data_part(spec: P) -> P:
 def opt_state_specs(abstract_opt_state: Any, params: Mapping[Path, tuple[tuple[int, ...], P]]) -> Any:
     """The spec of every leaf of an optimizer state, for any optax transformation.
 
-    A leaf belongs to the parameter whose path stands in its own, as in `.mu['norm']['scale'][0]`: the longest, then the
-    last one.  Of the same shape: that parameter's spec.  Reduced by dims (Adafactor's rows and columns): the spec
-    without them.  With dims in front (L-BFGS's memory): the spec behind them.  Else replicated, as are counters.
+    A leaf belongs to the parameter whose path stands in its own, as in `.mu['norm']['scale'][0]`.  Of the same
+    shape: that parameter's spec.  Reduced by dims (Adafactor's rows and columns): the spec without them.  With dims in
+    front (L-BFGS's memory): the spec behind them.  Else replicated, as are counters.
 
     Args:
         abstract_opt_state: tree of ShapeDtypeStruct.
@@ -333,13 +333,27 @@ def opt_state_specs(abstract_opt_state: Any, params: Mapping[Path, tuple[tuple[i
         A tree of PartitionSpec of the same structure.
     """
 
-    def spec_of(key_path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> P:
+    leaves, treedef = jax.tree.flatten(abstract_opt_state)
+    owners = opt_state_owners(abstract_opt_state, params)
+    specs = [
+        P() if path is None else _matching_spec(leaf.shape, *params[path])
+        for leaf, path in zip(leaves, owners, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, specs)
+
+
+def opt_state_owners(opt_state: Any, params: Collection[Path]) -> list[Path | None]:
+    """The parameter that each leaf of an optimizer state is of, in the order of its leaves; None where it is of none.
+
+    It is the parameter whose path stands in the leaf's own: the longest, then the last one.
+    """
+
+    def owner(key_path: tuple[Any, ...]) -> Path | None:
         keys = tuple(_key(k) for k in key_path)
         inside = [keys[start:end] for end in range(len(keys), 0, -1) for start in range(end)]
-        path = max((part for part in inside if part in params), key=len, default=None)
-        return P() if path is None else _matching_spec(leaf.shape, *params[path])
+        return max((part for part in inside if part in params), key=len, default=None)
 
-    return jax.tree_util.tree_map_with_path(spec_of, abstract_opt_state)
+    return [owner(path) for path, _ in jax.tree_util.tree_leaves_with_path(opt_state)]
 
 
 def shard_bytes(shape: tuple[int, ...], dtype: Any, spec: P, mesh: Mesh) -> int:

@@ -1,0 +1,1 @@
+"""Optimizer state, gradients and parameters that rest outside of the device."""

@@ -1,0 +1,71 @@
+"""What of a run rests outside of the device, as a program says it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_CHOICES = {
+    "optimizer": ("none", "device", "host", "nvme"),
+    "update": ("device", "cpu"),
+    "params": ("none", "host"),
+    "grads": ("none", "host"),
+}
+GROUP_BYTES = 2**28  # at 50 GB/s both ways a group is 5 ms on its way; three of them are little beside a model
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where what a run holds rests between its uses (ZeRO-Offload, Ren et al. 2021; ZeRO-Infinity, Rajbhandari et al.
+    2021).  Whatever is chosen, the arithmetic is the same.
+
+    Attributes:
+        optimizer: where the optimizer's state rests: "none", on the device, and is updated at once; "host", in pinned
+            host memory; "nvme", in files; "device", on the device, but is updated in groups as if it were elsewhere.
+        update: where the update is computed, on the "device" or on the host's "cpu".
+        params: where parameters rest: "none", on the device; "host".
+        grads: where accumulated gradients rest: "none", on the device; "host".
+        dir: of the files, one directory per disk.
+        group_size: bytes of state on one device that are worked on together.
+        host_bytes: so much of the state in files stays in host memory, of all devices of a process together.
+    """
+
+    optimizer: str = "none"
+    update: str = "device"
+    params: str = "none"
+    grads: str = "none"
+    dir: tuple[str, ...] = ()
+    group_size: int = GROUP_BYTES
+    host_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for key, choices in _CHOICES.items():
+            _check_choice(key, getattr(self, key), choices)
+        if isinstance(self.dir, str):
+            raise TypeError(f"offload.dir must be a tuple of directories, got the string {self.dir!r}")
+        if not isinstance(self.group_size, int) or self.group_size < 1:
+            raise ValueError(f"offload.group_size={self.group_size!r} must be a number of bytes, at least 1")
+        if not isinstance(self.host_bytes, int) or self.host_bytes < 0:
+            raise ValueError(f"offload.host_bytes={self.host_bytes!r} must be a number of bytes, at least 0")
+        if self.update == "cpu" and self.optimizer not in ("host", "nvme"):
+            raise ValueError(
+                f"offload.update=cpu with offload.optimizer={self.optimizer}: the state must rest where it is updated; "
+                f"take offload.optimizer=host or nvme"
+            )
+        if self.optimizer == "nvme" and not self.dir:
+            raise ValueError("offload.optimizer=nvme needs offload.dir, a directory on each disk to be used")
+        for key in ("dir", "host_bytes"):
+            if getattr(self, key) and self.optimizer != "nvme":
+                raise ValueError(
+                    f"offload.{key}={getattr(self, key)!r} is for files: offload.optimizer is {self.optimizer}"
+                )
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether the optimizer is run group by group."""
+        return self.optimizer != "none"
+
+
+def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:
+    if value in choices:
+        return
+    delayed = " (an update that is one step late is not the same training)" if "delay" in str(value) else ""
+    raise ValueError(f"offload.{key}={value!r} is not one of {', '.join(choices)}{delayed}")

@@ -1,0 +1,221 @@
+"""The programs of a step whose optimizer runs in groups.
+
+    gradients    (state without optimizer state, batch) -> gradients, parameters in the layout of the update, metrics
+    update ...   (pieces of state, gradients, parameters) -> the same after the update: one program for each kind of
+                 group, whatever the place of the piece
+    publish      parameters in the layout of the update -> at rest, where that takes a collective
+
+An update of pieces runs on each device by itself, on the part of its shard, since a piece is only made of what the
+optimizer takes element by element.  What it takes as a whole is a group of whole parameters, on global arrays.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jzero.gradients import Gradients
+from jzero.offload.groups import Cut
+from jzero.offload.in_groups import InGroups
+from jzero.offload.pieces import piece_shape
+from jzero.step import Found, TrainState, advanced, find, in_update, logged, published, updated
+from jzero.zero import Path, path_name
+
+Kind = tuple[tuple[Path, tuple[int, ...]], ...]  # (parameter, box of its shard), of each piece in a group
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update of one kind of group, to be jitted: pieces of parameters, of gradients and of optimizer state.
+
+    Attributes:
+        groups: the optimizer.
+        kind: the parameters of the group, and the shape of the piece of each.
+    """
+
+    groups: InGroups
+    kind: Kind
+
+    def __call__(
+        self, grads: list[Any], old: list[Any], state: list[list[Any]], shared: list[Any], loss: Any, finite: Any
+    ) -> tuple[list[Any], list[list[Any]], list[Any], dict[str, Any]]:
+        """(new pieces of parameters, of state, state that is of no parameter, scalars to log).
+
+        What is not in the group is zero here; since nothing in the group comes of it, it is never made.
+        """
+        groups, paths = self.groups, [path for path, _ in self.kind]
+        params = {path: jnp.zeros(x.shape, x.dtype) for path, x in groups.params.items()}
+        grads_of = {path: jnp.zeros(x.shape, jnp.float32) for path, x in params.items()}
+        params |= dict(zip(paths, old, strict=True))
+        grads_of |= dict(zip(paths, grads, strict=True))
+        leaves, treedef = jax.tree.flatten(groups.opt_state)
+        given = dict(zip(groups.numbers(None), shared, strict=True))
+        for path, own in zip(paths, state, strict=True):
+            given |= dict(zip(groups.numbers(path), own, strict=True))
+        opt_state = treedef.unflatten(
+            [given[i] if i in given else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(leaves)]
+        )
+        found = Found(None, None, loss, finite, {})
+        new, opt_state, report = updated(
+            groups.optimizer, found, unflatten_dict(grads_of), opt_state, unflatten_dict(params)
+        )
+        new, after = flatten_dict(new), jax.tree.leaves(opt_state)
+        state = [[after[i] for i in groups.numbers(path)] for path in paths]
+        return [new[path] for path in paths], state, [after[i] for i in groups.numbers(None)], report
+
+
+def kind_of(cuts: Sequence[Cut]) -> Kind:
+    """What two groups that share a program have in common."""
+    return tuple((cut.path, cut.shape) for cut in cuts)
+
+
+def update_program(groups: InGroups, kind: Kind, options: dict[str, Any] | None) -> Any:
+    """The jitted update of one kind of group, on the devices of the run.
+
+    (gradients, parameters, pieces of state, state of no parameter, starts, loss, finite) -> (parameters with the new
+    pieces, new pieces of state, state of no parameter, scalars to log).  Gradients and parameters are whole arrays in
+    the layout of the update, `starts` says where in each shard the pieces lie.  Parameters and pieces are donated.
+    """
+    update, paths = Update(groups, kind), [path for path, _ in kind]
+    specs = [groups.spec(path) for path in paths]
+    state_specs = [[leaf.sharding.spec for leaf in groups.leaves(path)] for path in paths]
+
+    def local(grads: Any, old: Any, state: Any, shared: Any, starts: Any, loss: Any, finite: Any) -> Any:
+        def piece(x: jax.Array, start: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+            return lax.dynamic_slice(x, tuple(start), shape)
+
+        shapes = [shape for _, shape in kind]
+        of_grads, of_old = (list(map(piece, xs, starts, shapes)) for xs in (grads, old))
+        new, state, shared, report = update(of_grads, of_old, state, shared, loss, finite)
+        old = [lax.dynamic_update_slice(x, part, tuple(start)) for x, part, start in zip(old, new, starts, strict=True)]
+        return old, state, shared, report
+
+    def whole(grads: Any, old: Any, state: Any, shared: Any, starts: Any, loss: Any, finite: Any) -> Any:  # noqa: ARG001
+        return update(grads, old, state, shared, loss, finite)
+
+    if groups.placewise.issuperset(paths):
+        in_specs = (specs, specs, state_specs, P(), P(), P(), P())
+        manual = jax.shard_map(
+            local, mesh=groups.mesh, in_specs=in_specs, out_specs=(specs, state_specs, P(), P()), check_vma=False
+        )
+        return jax.jit(manual, donate_argnums=(1, 2))
+    placed = jax.tree.map(functools.partial(NamedSharding, groups.mesh), (specs, state_specs))
+    rest = NamedSharding(groups.mesh, P())
+    return jax.jit(whole, out_shardings=(*placed, rest, rest), donate_argnums=(1, 2), compiler_options=options)
+
+
+def gradients_step(
+    gradients: Gradients, mesh: Mesh, clip_norm: float, state: TrainState, batch: Any
+) -> tuple[TrainState, Found, list[jax.Array]]:
+    """All of a step that comes before the update.
+
+    Args:
+        state: without optimizer state.
+
+    Returns:
+        The state after the step, but for parameters and optimizer state; what the batch says of the parameters, its
+        gradients as a list; and of the parameters that are published, the part that is updated here.
+    """
+    found = find(gradients, mesh, clip_norm, state.params, state.frozen, state.model_state, batch)
+    layouts = gradients.trained_layouts
+    old: dict[Path, Any] = flatten_dict(in_update(gradients, mesh, state.params))
+    after = advanced(dataclasses.replace(state, params=(), frozen=()), found)
+    grads = flatten_dict(found.grads)
+    kept = dataclasses.replace(
+        found, grads=[grads[path] for path in layouts], model_state=(), metrics=logged(found, after, {})
+    )
+    return after, kept, [old[path] for path, to in layouts.items() if to.publish.moves]
+
+
+def publish_step(gradients: Gradients, mesh: Mesh, shards: list[Any], whole: list[Any]) -> list[jax.Array]:  # noqa: ARG001 (whose memory is used again)
+    """Parameters that were updated in shards, at rest; in the memory of what they were before."""
+    paths = [path for path, to in gradients.trained_layouts.items() if to.publish.moves]
+    after: dict[Path, Any] = flatten_dict(
+        published(gradients, mesh, unflatten_dict(dict(zip(paths, shards, strict=True))))
+    )
+    return [after[path] for path in paths]
+
+
+def update_arguments(groups: InGroups, group: tuple[Cut, ...]) -> tuple[Any, ...]:
+    """Abstract arguments of `update_program`, for a group."""
+    rest = NamedSharding(groups.mesh, P())
+    old = [_like(groups.params[cut.path], groups.sharding(cut.path)) for cut in group]
+    grads = [jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding) for x in old]
+    leaves, flat = jax.tree.leaves(groups.opt_state), iter(groups.cuts(group))
+    state = [[_piece(leaves[i], own) for i, own in (next(flat) for _ in groups.numbers(cut.path))] for cut in group]
+    starts = [jax.ShapeDtypeStruct((len(cut.start),), jnp.int32) for cut in group]
+    loss = jax.ShapeDtypeStruct((), jnp.float32, sharding=rest)
+    finite = jax.ShapeDtypeStruct((), jnp.bool, sharding=rest)
+    return grads, old, state, groups.leaves(None), starts, loss, finite
+
+
+def gradients_program(
+    groups: InGroups,
+    gradients: Gradients,
+    clip_norm: float,
+    state: TrainState,
+    batch: Any,
+    options: dict[str, Any] | None,
+) -> tuple[Any, tuple[Any, ...]]:
+    """The jitted `gradients_step` and its abstract arguments.
+
+    Args:
+        state, batch: abstract, with shardings.
+        options: of the compiler.
+    """
+    rest = NamedSharding(groups.mesh, P())
+    before = dataclasses.replace(state, opt_state=())
+    given = jax.tree.map(lambda x: x.sharding, before)
+    places: dict[str, Any] = {"loss": rest, "finite": rest, "metrics": rest, "model_state": ()}
+    found = Found(grads=[groups.sharding(path) for path in groups.layouts], **places)
+    program = jax.jit(
+        functools.partial(gradients_step, gradients, groups.mesh, clip_norm),
+        in_shardings=(given, jax.tree.map(lambda x: x.sharding, batch)),
+        out_shardings=(
+            dataclasses.replace(given, params=(), frozen=()),
+            found,
+            [groups.sharding(path) for path in groups.published],
+        ),
+        compiler_options=options,
+    )
+    return program, (before, batch)
+
+
+def publish_program(
+    groups: InGroups, gradients: Gradients, options: dict[str, Any] | None
+) -> tuple[Any, tuple[Any, ...]]:
+    """The jitted `publish_step` and its abstract arguments."""
+    whole = [groups.params[path] for path in groups.published]
+    shards = [_like(x, groups.sharding(path)) for x, path in zip(whole, groups.published, strict=True)]
+    rest = [x.sharding for x in whole]
+    program = jax.jit(
+        functools.partial(publish_step, gradients, groups.mesh),
+        in_shardings=([x.sharding for x in shards], rest),
+        out_shardings=rest,
+        donate_argnums=1,
+        keep_unused=True,
+        compiler_options=options,
+    )
+    return program, (shards, whole)
+
+
+def name_of(kind: Kind) -> str:
+    """A kind of group in words: its first parameter and the piece of that."""
+    (path, shape), *more = kind
+    return f"{path_name(path)} {'x'.join(map(str, shape))}" + (f" and {len(more)} more" if more else "")
+
+
+def _piece(leaf: Any, cut: Cut) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(piece_shape(leaf, cut), leaf.dtype, sharding=leaf.sharding)
+
+
+def _like(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

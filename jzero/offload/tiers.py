@@ -1,0 +1,79 @@
+"""Where pieces of the optimizer state rest between two steps, and how they come to the update and go back.
+
+A tier is asked to `fetch` pieces, which begins, and returns a function to call for the arrays when the update needs
+them; and to `store` what the update returned, which begins, and returns the pieces at rest with a function that waits
+until nothing of it is under way.  So the stream (`stream.py`) can have one group on its way in and one on its way out
+while a third is worked on, whatever the tier.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import NamedSharding
+
+Arrived = Callable[[], list[Any]]
+Left = Callable[[], None]
+
+
+class Tier(Protocol):
+    """Where pieces rest."""
+
+    name: str
+
+    def fetch(self, group: int, parts: Sequence[Any]) -> Arrived:
+        """Begins to bring the pieces of a group to the update."""
+        ...
+
+    def store(self, group: int, arrays: Sequence[Any]) -> tuple[list[Any], Left]:
+        """Begins to bring what the update returned to rest."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the tier holds beside arrays."""
+        ...
+
+
+class OnDevice:
+    """Pieces stay on the device: nothing moves."""
+
+    name = "device"
+
+    def fetch(self, group: int, parts: Sequence[Any]) -> Arrived:  # noqa: ARG002 (the same for all groups)
+        """The pieces themselves."""
+        return lambda: list(parts)
+
+    def store(self, group: int, arrays: Sequence[Any]) -> tuple[list[Any], Left]:  # noqa: ARG002
+        """The arrays themselves."""
+        return list(arrays), lambda: None
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class InHostMemory:
+    """Pieces rest in pinned host memory, from which a device copies by itself."""
+
+    name = "host"
+
+    def fetch(self, group: int, parts: Sequence[Any]) -> Arrived:  # noqa: ARG002 (the same for all groups)
+        """Copies to the device."""
+        arrays = [jax.device_put(part, of_kind(part.sharding, "device")) for part in parts]
+        return lambda: arrays
+
+    def store(self, group: int, arrays: Sequence[Any]) -> tuple[list[Any], Left]:  # noqa: ARG002
+        """Copies to the host."""
+        parts = [jax.device_put(x, of_kind(x.sharding, "pinned_host")) for x in arrays]
+
+        def wait() -> None:
+            jax.block_until_ready(parts)
+
+        return parts, wait
+
+    def close(self) -> None:
+        """Nothing to free: arrays go with the last that refers to them."""
+
+
+def of_kind(sharding: Any, memory_kind: str) -> NamedSharding:
+    """The same sharding in another memory."""
+    return NamedSharding(sharding.mesh, sharding.spec, memory_kind=memory_kind)
