@@ -4,6 +4,11 @@ A block is cut into pieces of 8 MiB that go round the disks, so that one block i
 time.  Each disk has two threads that read and two that write, since a driver that goes through the blocks of a step
 reads the next one while the one before is written, and neither should queue behind the other.  `os.preadv` and
 `os.pwritev` let go of the interpreter, and with direct transfers they hardly need a processor.
+
+In one run on a virtual disk (2 processors, blocks of 256 MiB, GB/s written, read, and each way when a step does both):
+this 7.6, 4.0, 2.6, like one plain loop per direction and like 4 threads or pieces of 4 MiB; tensorstore's file store
+with direct transfers, which takes and gives copies, 1.8, 1.6, 0.7 with a key per piece and 0.6, 0.6, 0.4 with a key per
+block; `np.memmap` with flush 1.2, and 1.2 each way, with the files in memory beside it.
 """
 
 import contextlib
@@ -42,8 +47,9 @@ class BlockFiles:
     first error everything fails with it: what the files hold is then a mixture of steps.
 
     Attributes:
-        buffer_bytes: memory that it takes at most.  It is taken only for buffers that are not aligned (`aligned` makes
-            some that are), and for the last piece of a block whose size is no multiple of 4,096.
+        buffer_bytes: memory that it takes at most.  It is taken only for the caller's memory that is not aligned as the
+            disk asks (what `aligned` makes always is), and for the last piece of a block whose size is no multiple of
+            4,096; copying is what a fast disk then waits for.
     """
 
     def __init__(self, directories: Sequence[str | Path], sizes: Mapping[str, int], owner: str) -> None:

@@ -19,13 +19,13 @@ import platform
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 from filelock import FileLock, Timeout
 
-ALIGN = 4096  # bytes: of memory, offsets and sizes that a direct transfer takes, whatever the disk's sectors are
+ALIGN = 4096  # bytes: of offsets and sizes that a direct transfer takes, whatever the disk's sectors are
 _PREFIX = "jzero-tier-"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RESUME = "go on from the last checkpoint"
@@ -74,19 +74,20 @@ class ScratchFile:
             who = {"owner": owner, "host": platform.node(), "pid": os.getpid()}
             self.path.with_name("owner").write_text(json.dumps(who), encoding="utf-8")
             _reserve(self.path, nbytes)
-            self._fd, self.direct = _opened(self.path)
+            self._fd, self._alignment = _opened(self.path, nbytes)
         except OSError as error:
             self._remove()
             raise TierError(f"{directory}: {error.strerror}; name a directory that can be written") from error
         except BaseException:
             self._remove()
             raise
+        self.direct = self._alignment > 1
         self._least_blocks = min(os.fstat(self._fd).st_blocks, nbytes // 512)  # fewer where files are compressed
         self._close = weakref.finalize(self, os.close, self._fd)
 
     def takes(self, data: np.ndarray) -> bool:
         """Whether `read` and `write` can be given this memory."""
-        return not self.direct or (data.ctypes.data % ALIGN == 0 and data.nbytes % ALIGN == 0)
+        return not self.direct or (data.ctypes.data % self._alignment == 0 and data.nbytes % ALIGN == 0)
 
     def read(self, out: np.ndarray, offset: int, what: str) -> None:
         """Fills `out` with the bytes at `offset`.
@@ -228,20 +229,28 @@ def _owner(home: Path) -> str:
         return "somebody else"
 
 
-def _opened(path: Path) -> tuple[int, bool]:
-    """A descriptor, and whether it is direct: some file systems refuse the flag, others the transfers."""
-    if flag := getattr(os, "O_DIRECT", 0):
-        try:
+def _opened(path: Path, nbytes: int) -> tuple[int, int]:
+    """A descriptor, and what memory has to be aligned to; to 1 if the file is not direct.
+
+    Some file systems refuse the flag, others the transfers, and drivers of disks ask for more or less of memory: NVMe's
+    takes every array of numpy and JAX, some of virtual disks none.
+    """
+    if nbytes and (flag := getattr(os, "O_DIRECT", 0)):
+        with _refused(), contextlib.ExitStack() as stack:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flag)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-        else:
-            try:
-                os.preadv(fd, [aligned(ALIGN).data], 0)
-                return fd, True
-            except OSError as error:
-                os.close(fd)
-                if error.errno != errno.EINVAL:
-                    raise
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DSYNC), False
+            stack.callback(os.close, fd)
+            for alignment in (16, 512, ALIGN):
+                with _refused():
+                    os.pwritev(fd, [aligned(2 * ALIGN)[alignment:][:ALIGN].data], 0)
+                    stack.pop_all()
+                    return fd, alignment
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DSYNC), 1
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise

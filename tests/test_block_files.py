@@ -133,6 +133,44 @@ class TestRoundTrips:
         go.set()
 
 
+class TestAlignment:
+    """What is taken without a copy is what the disk's driver took when it was asked."""
+
+    @pytest.mark.parametrize("needed", [16, 512, 4096, None])  # None: it refuses all
+    def test_of_memory_is_what_the_disk_asks(self, tmp_path, monkeypatch, needed):
+        opened, moves = os.open, {name: getattr(os, name) for name in ("pwritev", "preadv")}
+        asked, refused = [], OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+        def strict(name):
+            def call(fd, views, offset):
+                address = np.frombuffer(views[0], np.uint8).ctypes.data
+                asked.append(address)
+                if (needed is None and asking) or (needed and (address % needed or (len(views[0]) | offset) % 4096)):
+                    raise refused
+                return moves[name](fd, views, offset)
+
+            return call
+
+        asking = True
+        monkeypatch.setattr(os, "O_DIRECT", flag := 0o40000000, raising=False)
+        monkeypatch.setattr(os, "open", lambda path, flags, *a, **k: opened(path, flags & ~flag, *a, **k))
+        for name in moves:
+            monkeypatch.setattr(os, name, strict(name))
+        with BlockFiles([tmp_path], {"a": 3 * PIECE_BYTES + 5}, "run") as files:
+            asking = False
+            assert asked
+            (file,) = files._files
+            assert file.direct == bool(needed)
+            for shift in (0, 16, 64, 512, 1):
+                data = aligned(3 * PIECE_BYTES + 4096)[shift:][: 3 * PIECE_BYTES + 5]
+                data[:] = contents(data.nbytes, shift)
+                files.write("a", data).result(10)
+                data[:] = 0
+                files.read("a", data).result(10)
+                np.testing.assert_array_equal(data, contents(data.nbytes, shift))
+                assert file.takes(data[:4096]) == (shift % (needed or 1) == 0)
+
+
 class TestStriping:
     def test_a_block_lies_on_all_disks_alike(self, tmp_path, small_pieces):
         paths = [tmp_path / str(i) for i in range(3)]
