@@ -28,6 +28,7 @@ ROWS = [
         "launchers",
         "stop",
         "pace",
+        "in_blocks",
         "waiting",
         "scratch_file",
     },
