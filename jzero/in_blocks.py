@@ -11,9 +11,9 @@ The blocks of the next iteration are read behind the writes of this one and carr
 it is used would be fused into the loops that use it, and XLA would copy the whole array, in each iteration, to keep
 its old values for them.
 
-XLA:CPU has no 16-bit floats to write a block of, so they go through the loop as integers, and converting them before
-and after costs 4 bytes per element each way.  An update that is given their bits (uint16, and
-`lax.bitcast_convert_type` inside) does not pay that.
+XLA:CPU has no 16-bit floats to write a block of, so they go through the loop as integers: converting them before and
+after costs 4 bytes per element each way and a temporary of 2, whose fresh pages cost more than all the rest (AdamW took
+twice the time).  An update that is given their bits (uint16, and `lax.bitcast_convert_type` inside) does not pay that.
 
 A loop over blocks runs on one core.  To use several, hold the elements in as many chunks, arrays of their own, and run
 the program on all of them `at_once`.
