@@ -18,6 +18,9 @@ _BESIDE_TP = {_AT_ONCE: 2}
 # Two turns of a loop in one body: what one gathers, the next reads where it lies.  Else each layer's parameters are
 # copied once, into the loop's carry.  Where layers gather nothing it takes memory and gives no time.
 _WHERE_LAYERS_GATHER = {"xla_gpu_enable_while_loop_double_buffering": True}
+# How many copies out of host memory may be under way at once, which XLA counts as computations beside the main one.
+# Its own limit is two, so of the parameters that a layer fetches all but the last two would be waited for.
+_WHERE_LAYERS_FETCH = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,14 @@ class Comm:
     reduce_bucket_bytes: int | None = None
     gather_bucket_bytes: int | None = None
 
-    def compiler_options(self, mesh: Mesh, layer_bytes: int = 0) -> dict[str, bool | int]:
+    def compiler_options(
+        self, mesh: Mesh, layer_bytes: int = 0, *, layers_fetch: bool = False
+    ) -> dict[str, bool | int]:
         """What to compile a program for `mesh` with.
 
         Args:
             layer_bytes: that one layer gathers, as `gather_bucket_bytes` counts.
+            layers_fetch: layers fetch parameters from host memory.
 
         Raises:
             ValueError: a size of buckets on a mesh without GPUs.
@@ -61,6 +67,7 @@ class Comm:
         hosts = {device.process_index: device for device in mesh.devices.flat}
         at_once = _ACROSS_HOSTS if len(hosts) > 1 else _BESIDE_TP if mesh.shape.get(TP, 1) > 1 else {}
         wanted = at_once | (_WHERE_LAYERS_GATHER if layer_bytes else {})
-        # Both names may go with a version of XLA; a process can compile for its own GPUs alone.
+        wanted |= _WHERE_LAYERS_FETCH if layers_fetch else {}
+        # These names may go with a version of XLA; a process can compile for its own GPUs alone.
         known = known_options(wanted, hosts.get(jax.process_index(), device)) if self.overlap else {}
         return {"xla_gpu_enable_latency_hiding_scheduler": self.overlap, **buckets, **known}

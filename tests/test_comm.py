@@ -12,6 +12,7 @@ HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 GATHERS = "xla_gpu_all_gather_combine_threshold_bytes"
 AT_ONCE = comm._AT_ONCE
 (TWO_TURNS,) = comm._WHERE_LAYERS_GATHER
+(COPIES,) = comm._WHERE_LAYERS_FETCH
 
 
 def options(devices: int, layer_bytes: int, tp: int = 1, **settings):
@@ -30,6 +31,12 @@ def test_a_layer_s_gathers_are_one_and_loops_take_two_turns_where_layers_gather(
 def test_across_hosts_and_beside_tensor_parallelism_more_than_one_collective_may_be_under_way():
     assert options(16, 0) == options(16, 0, tp=2) == {HIDING: True, AT_ONCE: 4}
     assert options(8, 0, tp=2) == {HIDING: True, AT_ONCE: 2}
+
+
+@needs_gpu_compiler
+def test_where_layers_fetch_from_the_host_many_copies_may_be_under_way():
+    mesh = jzero.make_mesh("dp=8", targets.gpu_devices("h100", 8))
+    assert jzero.Comm().compiler_options(mesh, layers_fetch=True) == {HIDING: True, COPIES: 64}
 
 
 @needs_gpu_compiler

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 from collections import Counter
 from typing import Any
 
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from tiny_decoder import batches, decoder
 
 import jzero
+from jzero import targets
 from jzero.collectives import Fetch, Gather, Then, over_data
 from jzero.host_params import HOST, on_host, resting_on_host
 from jzero.mesh import DATA_AXES
@@ -98,11 +100,12 @@ def gradients(run, layouts, data):
     return {path: np.asarray(x) for path, x in (grads | sums).items()}
 
 
-def traced(run, layouts):
-    def place(x, sharding):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+def as_struct(x, sharding):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    args = arguments(run, layouts, run.abstract_state, run.abstract_batch, place)
+
+def traced(run, layouts):
+    args = arguments(run, layouts, run.abstract_state, run.abstract_batch, as_struct)
     with jax.set_mesh(run.mesh):
         return program(run, layouts).trace(*args)
 
@@ -191,6 +194,47 @@ def fetches(jaxpr, loops=()):
                 sub = getattr(sub, "jaxpr", sub)
                 if isinstance(sub, Jaxpr):
                     yield from fetches(sub, inside)
+
+
+@pytest.mark.skipif(targets.available() is not None, reason=str(targets.available()))
+def test_a_gpu_copies_layer_by_layer_under_matmuls():
+    """Parameters of absent GPUs have no kind of memory, so this program first puts them where a run would hold them."""
+    sizes = {"width": 1024, "mlp_width": 3072, "heads": 16, "kv_heads": 16}  # compiled, not run
+    rows = {"tokens": jax.ShapeDtypeStruct((8, 1025), jnp.int32)}
+    mesh = jzero.make_mesh("dp=8", targets.gpu_devices("h100", 8))
+    model_fn = decoder(dtype="bfloat16", layers=LAYERS, layers_ahead=1, **sizes)
+    precision = jzero.Precision(params="bfloat16")
+    run = jzero.setup(model_fn, next_token_loss, optax.sgd(1.0), mesh, rows, stage=3, precision=precision)
+    hosted = both(run)[1]
+
+    def from_host(params, *others):
+        return program(run, hosted)(jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), params), *others)
+
+    with jax.set_mesh(run.mesh):
+        lowered = jax.jit(from_host).lower(*arguments(run, hosted, run.abstract_state, run.abstract_batch, as_struct))
+    options = jzero.Comm().compiler_options(mesh, 2**30, layers_fetch=True)
+    text = lowered.compile(compiler_options={**targets.COMPILER_OPTIONS, **options}).as_text()
+
+    copies = [copy for body in loop_bodies(text) for copy in copies_from_host(body)]
+    assert len(copies) >= 2 * sum(len(x.shape) == 3 for x in of_all(run).values())  # of forward and of backward
+    assert {layers for layers, _ in copies} == {1}
+    assert all(matmuls for _, matmuls in copies)
+
+
+def loop_bodies(text):
+    """The lines of each computation that a while loop runs."""
+    names = set(re.findall(r"body=%([\w.-]+)", text))
+    return [part.splitlines() for part in text.split("\n\n") for name in names if part.startswith(f"%{name} ")]
+
+
+def copies_from_host(lines):
+    """Of each copy of a stack's slice, how many layers it brings, and how many matmuls stand before its end."""
+    for start, line in enumerate(lines):
+        if found := re.search(
+            r"%([\w.-]+) = \(\(\w+\[\d+,[\d,]+\]\S*S\(5\)\}.*?\), \w+\[(\d+),.* fusion-start\(", line
+        ):
+            end = next(i for i, later in enumerate(lines) if f"fusion-done(%{found[1]})" in later)
+            yield int(found[2]), sum("gemm" in between or " dot(" in between for between in lines[start:end])
 
 
 # ---- which ----------------------------------------------------------------------------------------------------------
