@@ -212,8 +212,8 @@ def test_a_gpu_copies_layer_by_layer_under_matmuls():
 
     with jax.set_mesh(run.mesh):
         lowered = jax.jit(from_host).lower(*arguments(run, hosted, run.abstract_state, run.abstract_batch, as_struct))
-    options = jzero.Comm().compiler_options(mesh, 2**30, layers_fetch=True)
-    text = lowered.compile(compiler_options={**targets.COMPILER_OPTIONS, **options}).as_text()
+    options: dict[str, Any] = jzero.Comm().compiler_options(mesh, 2**30, layers_fetch=True) | targets.COMPILER_OPTIONS
+    text = lowered.compile(compiler_options=options).as_text()
 
     copies = [copy for body in loop_bodies(text) for copy in copies_from_host(body)]
     assert len(copies) >= 2 * sum(len(x.shape) == 3 for x in of_all(run).values())  # of forward and of backward
