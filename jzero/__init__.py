@@ -15,8 +15,8 @@ from jzero.chains import make_optimizer
 from jzero.checkpoint import Checkpoints, Restored
 from jzero.comm import Comm
 from jzero.mesh import make_mesh, process_rows
-from jzero.offload.placement import Offload
 from jzero.optim import averaged
+from jzero.placement import Offload
 from jzero.precision import Precision
 from jzero.reads import UnsupportedModelError
 from jzero.run import Run, Specs

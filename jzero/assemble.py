@@ -4,6 +4,7 @@
 the specs that they hold the train state to.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,12 +21,13 @@ from jzero import zero as zero_lib
 from jzero.comm import Comm
 from jzero.driver import at_once
 from jzero.gradients import Gradients, device_dtype
+from jzero.host_params import on_host
 from jzero.look import Seen, look
 from jzero.mesh import TP, as_mesh, batch_sharding
-from jzero.offload.placement import Offload
 from jzero.offload.setup import streamed
 from jzero.optim import with_master
 from jzero.pace import Pace
+from jzero.placement import Offload
 from jzero.precision import Precision
 from jzero.probe import LossFn, hoisted, notes
 from jzero.run import Run, Specs
@@ -86,7 +88,11 @@ def setup(
     seen = look(model_fn, loss_fn, trainable, mesh, batch, micro_batches, precision.params)
     per_layer = seen.per_layer()
     layouts, whole = zero_lib.layouts(seen.leaves(), stage, zero, mesh, precision.reduce, precision.grads)
-    compiler_options = comm.compiler_options(mesh, _layer_bytes(seen.leaves(), layouts, mesh))
+    if offload.params == "host":
+        layouts = on_host(layouts, seen.leaves(), zero, offload.min_param_bytes)
+    layers_fetch = any(layout.memory for layout in layouts.values())
+    layer_bytes = _layer_bytes(seen.leaves(), layouts, mesh)
+    compiler_options = comm.compiler_options(mesh, layer_bytes, layers_fetch=layers_fetch)
     gradients = Gradients(
         template=seen.template,
         loss_fn=loss_fn,
@@ -108,13 +114,14 @@ def setup(
         shapes = jax.eval_shape(functools.partial(born, optimizer))
 
     specs = _specs(seen, layouts, shapes)
-    shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs.state)
+    shardings = _shardings(mesh, specs.state, layouts)
     state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     rows = batch_sharding(mesh)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, device_dtype(x), sharding=rows), batch)
     make_driver = functools.partial(streamed, offload) if offload.in_groups else at_once
     driver = make_driver(optimizer, gradients, limit, state, batch, born, compiler_options)
     evaluate = functools.partial(evaluate_step, gradients, mesh)
+    without_optimizer = dataclasses.replace(shardings, opt_state=())
     return Run(
         mesh=mesh,
         specs=specs,
@@ -127,15 +134,15 @@ def setup(
         micro_batches=micro_batches,
         per_layer=per_layer,
         abstract_batch=batch,
-        elsewhere_bytes=driver.elsewhere_bytes,
         _gradients=gradients,
         _init=driver.init,
         _step=driver.step,
         _programs=driver.programs,
         _evaluate=jax.jit(
-            evaluate, static_argnums=2, in_shardings=(shardings, rows), compiler_options=compiler_options
+            evaluate, static_argnums=2, in_shardings=(without_optimizer, rows), compiler_options=compiler_options
         ),
         _average_at_rest=jax.jit(functools.partial(at_rest, gradients, mesh, dtypes), out_shardings=shardings.params),
+        _elsewhere_bytes=driver.elsewhere_bytes,
         _pace=Pace(mesh),
     )
 
@@ -165,6 +172,16 @@ def _specs(seen: Seen, layouts: Mapping[Path, Layout], shapes: TrainState) -> Sp
         skipped_in_row=P(),
     )
     return Specs(params, unflatten_dict({path: layouts[path].grads for path in trained}), opt_state, state)
+
+
+def _shardings(mesh: Mesh, specs: TrainState, layouts: Mapping[Path, Layout]) -> TrainState:
+    """Where all of the train state lies between steps."""
+    at_rest = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+
+    def placed(specs: Any) -> Any:
+        return unflatten_dict({path: layouts[path].at_rest(mesh) for path in flatten_dict(specs)})
+
+    return dataclasses.replace(at_rest, params=placed(specs.params), frozen=placed(specs.frozen))
 
 
 def _note_on_opt_state(layouts: Mapping[Path, Layout], shapes: Any, specs: Any) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from jzero import mesh as meshes
 from jzero.config import Config, ConfigError, Data
 from jzero.description import size
 from jzero.models.decoder import Decoder, next_token_loss
+from jzero.offload.separable import SeparationError
 from jzero.zero import ShardingError
 
 
@@ -86,8 +87,9 @@ def make_run(config: Config, mesh: jax.sharding.Mesh) -> jzero.Run:
             precision=jzero.Precision(params=dtype, grads=precision.grads, reduce=precision.reduce),
             zero=jzero.Zero(**config.zero.model_dump()),
             comm=jzero.Comm(**config.comm.model_dump(exclude={"layers_ahead"})),
+            offload=jzero.Offload(**config.offload.model_dump()),
         )
-    except ShardingError as error:
+    except (ShardingError, SeparationError) as error:
         raise ConfigError(str(error)) from error
 
 

@@ -104,6 +104,8 @@ class Gradients:
         Args:
             params, state, batch: anything with shapes and dtypes; `batch` is one device's rows of one microbatch.
         """
+        # Without their memory: the loss is looked at as if all were on the device.
+        params = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in params.items()}
         found = probe(self.template, self.loss_fn, mesh, params, state, batch, train=False)
         elsewhere = hoisted(found.uses, params, self.layers, self.layouts)
         return replace(self, hoisted=self.hoisted | elsewhere, sum_names=found.sum_names)

@@ -18,18 +18,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from jzero.collectives import Fetch, Then
+from jzero.placement import MIN_PARAM_BYTES
 from jzero.zero import Layout, Leaf, Path, ShardingError, Zero
 
 #: The memory that a device copies from without its host's help.
 HOST = "pinned_host"
 
-#: Smaller tensors stay on the device.  A copy takes about 10 us however little it brings, in which a PCIe 5 link (some
-#: 50 GB/s) moves half a megabyte; and norm scales and biases, which this leaves, are 1e-4 of a decoder.
-AT_LEAST_BYTES = 2**20
-
 
 def on_host(
-    layouts: Mapping[Path, Layout], leaves: Iterable[Leaf], zero: Zero, at_least_bytes: int = AT_LEAST_BYTES
+    layouts: Mapping[Path, Layout], leaves: Iterable[Leaf], zero: Zero, at_least_bytes: int = MIN_PARAM_BYTES
 ) -> dict[Path, Layout]:
     """`layouts`, of which the large leaves rest in host memory and are fetched where they are read.
 

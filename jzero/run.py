@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
 from jzero.gradients import Gradients, rows_per_device
+from jzero.host_params import HOST
 from jzero.mesh import batch_sharding, data_size, process_rows
 from jzero.optim import average_of
 from jzero.pace import Pace
@@ -43,7 +44,6 @@ class Run:
         per_layer: the trained parameters as layers read them, a nested dict of ShapeDtypeStruct: where layers are
             stacked, one layer's.
         abstract_batch: one batch as ShapeDtypeStructs with their shardings.
-        elsewhere_bytes: of optimizer state that rests outside of the device, of one device, by tier.
     """
 
     mesh: Mesh
@@ -54,13 +54,13 @@ class Run:
     micro_batches: int
     per_layer: Any
     abstract_batch: Any
-    elsewhere_bytes: Mapping[str, int]
     _gradients: Gradients
     _init: Callable[[], TrainState]
     _step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
     _programs: Mapping[str, tuple[Any, tuple[Any, ...]]]
     _evaluate: Any
     _average_at_rest: Any
+    _elsewhere_bytes: Mapping[str, int]
     _pace: Pace
 
     def __repr__(self) -> str:
@@ -119,7 +119,9 @@ class Run:
         check_alive(state)
         rows = rows_per_device(_whole(batch, self.mesh), self.mesh, 1)
         with jax.set_mesh(self.mesh):
-            metrics = self._evaluate(state, self._placed(batch), self._evaluation_parts(rows))
+            metrics = self._evaluate(
+                dataclasses.replace(state, opt_state=()), self._placed(batch), self._evaluation_parts(rows)
+            )
         self._pace.dispatched(metrics)
         return metrics
 
@@ -175,13 +177,26 @@ class Run:
 
     def at_rest_bytes(self) -> dict[str, int]:
         """Bytes that one device holds between steps, by class."""
-        state, specs, mesh = self.abstract_state, self.specs, self.mesh
-        return {
-            "params": _tree_bytes(state.params, specs.params, mesh),
-            "frozen": _tree_bytes(state.frozen, specs.state.frozen, mesh),
-            "opt_state": _tree_bytes(state.opt_state, specs.opt_state, mesh) - sum(self.elsewhere_bytes.values()),
-            "model_state": _tree_bytes(state.model_state, specs.state.model_state, mesh),
-        }
+        return {name: tiers.get("device", 0) for name, tiers in self.tier_bytes().items()}
+
+    def tier_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes of one device's part of the train state between steps, by class and by where they rest.
+
+        Tiers are "device", "host" and "nvme".
+        """
+        state, specs = self.abstract_state, self.specs.state
+        names = ("params", "frozen", "opt_state", "model_state")
+        found = {name: self._bytes_by_memory(getattr(state, name), getattr(specs, name)) for name in names}
+        elsewhere = dict(self._elsewhere_bytes)
+        found["opt_state"] = {"device": found["opt_state"]["device"] - sum(elsewhere.values()), **elsewhere}
+        return found
+
+    def _bytes_by_memory(self, shapes: Any, specs: Any) -> dict[str, int]:
+        found = {"device": 0}
+        for x, spec in zip(jax.tree.leaves(shapes), jax.tree.leaves(specs), strict=True):
+            tier = "host" if x.sharding.memory_kind == HOST else "device"
+            found[tier] = found.get(tier, 0) + shard_bytes(x.shape, x.dtype, spec, self.mesh)
+        return found
 
     @property
     def grads_dtype(self) -> Any:
@@ -224,7 +239,3 @@ def check_alive(state: TrainState) -> None:
         raise ValueError(
             "part of this train state was given to an earlier step, which reused its memory: use what step returned"
         )
-
-
-def _tree_bytes(shapes: Any, specs: Any, mesh: Mesh) -> int:
-    return sum(jax.tree.leaves(jax.tree.map(lambda x, s: shard_bytes(x.shape, x.dtype, s, mesh), shapes, specs)))

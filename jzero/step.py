@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero.collectives import over_data
+from jzero.collectives import Fetch, over_data
 from jzero.gradients import Gradients, abstract_rows
 from jzero.mesh import DATA_AXES
 from jzero.optim import Optimizer
@@ -141,8 +141,11 @@ def where(finite: jax.Array, new: Any, old: Any) -> Any:
 
 
 def in_update(gradients: Gradients, mesh: Mesh, params: Any) -> Any:
-    """Parameters at rest in the layout in which they are updated."""
-    return unflatten_dict(_constrain(flatten_dict(params), gradients.trained_layouts, mesh))
+    """Parameters at rest in the layout in which they are updated, on the device."""
+    layouts = gradients.trained_layouts
+    values: dict[Path, Any] = flatten_dict(params)
+    values = {path: Fetch()(x) if layouts[path].memory else x for path, x in values.items()}
+    return unflatten_dict(_constrain(values, layouts, mesh))
 
 
 def published(gradients: Gradients, mesh: Mesh, params: Any) -> Any:

@@ -22,6 +22,7 @@ ROWS = [
         "directories",
         "recipes",
         "precision",
+        "placement",
         "seal",
         "step_dirs",
         "checksums",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 from pydantic import Field
 
-from jzero import distributed, mesh, recipes
+from jzero import distributed, mesh, placement, recipes
 from jzero.config.errors import ConfigError
 from jzero.config.sections import (
     Checkpoint,
@@ -18,6 +18,7 @@ from jzero.config.sections import (
     Distributed,
     Log,
     Model,
+    Offload,
     Optim,
     Precision,
     Run,
@@ -55,6 +56,7 @@ class Config(Section):
     precision: Precision = Field(default_factory=Precision.defaults)
     zero: Zero = Field(default_factory=Zero.defaults)
     comm: Comm = Field(default_factory=Comm.defaults)
+    offload: Offload = Field(default_factory=Offload.defaults)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint.defaults)
     distributed: Distributed = Field(default_factory=Distributed.defaults)
     log: Log = Field(default_factory=Log.defaults)
@@ -96,6 +98,7 @@ class Config(Section):
         profile_steps(self)
         _check_mixture(self.data)
         _check_distributed(self.distributed)
+        placement.Offload(**self.offload.model_dump())
         return self
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from jzero import distributed, recipes
+from jzero import distributed, placement, recipes
 from jzero.config.fields import kind_of
 from jzero.models.attention import Implementation
 from jzero.models.decoder_config import Biases, DecoderConfig, Mlp, Norm, Remat
@@ -240,6 +240,37 @@ class Comm(Section):
     )
     gather_bucket_bytes: int | None = Field(
         None, ge=1, description="on GPUs: neighbouring gathers are combined up to this size; none: to a layer's"
+    )
+
+
+class Offload(Section):
+    """What rests outside of the device between its uses; the arithmetic is the same wherever that is."""
+
+    optimizer: Literal["none", "device", "host", "nvme"] = Field(
+        "none",
+        description="where the optimizer's state rests; host: in pinned memory, nvme: in files, both stream through "
+        "the device in groups; device: there, but updated in groups",
+    )
+    update: Literal["device", "cpu"] = Field(
+        "device", description="where the update is computed; cpu: the state never comes to the device"
+    )
+    params: Literal["none", "host"] = Field(
+        "none", description="where parameters rest; host: fetched layer by layer, ahead of use"
+    )
+    grads: Literal["none", "host"] = Field("none", description="where accumulated gradients rest")
+    dir: tuple[str, ...] = Field(
+        (), strict=False, description="directories for the files of nvme, one on each disk, over which they are striped"
+    )
+    group_size: Count = Field(
+        placement.GROUP_BYTES, description="bytes of optimizer state on one device that are worked on together"
+    )
+    host_bytes: int = Field(
+        0,
+        ge=0,
+        description="bytes of one device's optimizer state that stay in host memory although the rest is in files",
+    )
+    min_param_bytes: NonNegativeCount = Field(
+        placement.MIN_PARAM_BYTES, description="bytes in a layer below which a parameter stays on the device"
     )
 
 

@@ -54,7 +54,8 @@ class InGroups:
         owners = tuple(opt_state_owners(state.opt_state, layouts))
         grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), state.params)
         loss = jax.ShapeDtypeStruct((), jnp.float32)
-        by_element = placewise(optimizer.update, grads, state.opt_state, state.params, loss, owners)
+        on_device = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params)
+        by_element = placewise(optimizer.update, grads, state.opt_state, on_device, loss, owners)
         params: dict[Path, Any] = flatten_dict(state.params)
         return InGroups(optimizer, state.step.sharding.mesh, layouts, params, state.opt_state, owners, by_element)
 
@@ -71,9 +72,18 @@ class InGroups:
         """Of a parameter while it is updated."""
         return self.layouts[path].opt_state
 
+    def memory(self, path: Path) -> str | None:
+        """The memory in which a parameter is updated: where it rests, unless it has another layout there."""
+        to = self.layouts[path]
+        return None if to.publish.moves else to.memory
+
     def sharding(self, path: Path) -> NamedSharding:
-        """The same on the mesh."""
+        """Of a gradient while the parameter is updated."""
         return NamedSharding(self.mesh, self.spec(path))
+
+    def updating(self, path: Path) -> NamedSharding:
+        """Of a parameter while it is updated, piece by piece."""
+        return NamedSharding(self.mesh, self.spec(path), memory_kind=self.memory(path))
 
     @property
     def published(self) -> list[Path]:

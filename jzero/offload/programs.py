@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jzero.collectives import Fetch
 from jzero.gradients import Gradients
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
@@ -85,31 +86,36 @@ def update_program(groups: InGroups, kind: Kind, options: dict[str, Any] | None)
     the layout of the update, `starts` says where in each shard the pieces lie.  Parameters and pieces are donated.
     """
     update, paths = Update(groups, kind), [path for path, _ in kind]
-    specs = [groups.spec(path) for path in paths]
-    state_specs = [[leaf.sharding.spec for leaf in groups.leaves(path)] for path in paths]
+    elsewhere = [groups.memory(path) is not None for path in paths]
+    state_shardings = [[leaf.sharding for leaf in groups.leaves(path)] for path in paths]
+    rest = NamedSharding(groups.mesh, P())
+    places = ([groups.updating(path) for path in paths], state_shardings, rest, rest)
+
+    def pieces(arrays: list[Any], starts: Any) -> list[Any]:
+        shapes = [shape for _, shape in kind]
+        return [lax.dynamic_slice(x, tuple(at), shape) for x, at, shape in zip(arrays, starts, shapes, strict=True)]
 
     def local(grads: Any, old: Any, state: Any, shared: Any, starts: Any, loss: Any, finite: Any) -> Any:
-        def piece(x: jax.Array, start: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-            return lax.dynamic_slice(x, tuple(start), shape)
-
-        shapes = [shape for _, shape in kind]
-        of_grads, of_old = (list(map(piece, xs, starts, shapes)) for xs in (grads, old))
-        new, state, shared, report = update(of_grads, of_old, state, shared, loss, finite)
-        old = [lax.dynamic_update_slice(x, part, tuple(start)) for x, part, start in zip(old, new, starts, strict=True)]
+        of_old = [Fetch()(x) if away else x for x, away in zip(pieces(old, starts), elsewhere, strict=True)]
+        new, state, shared, report = update(pieces(grads, starts), of_old, state, shared, loss, finite)
+        new = [_to_host(x) if away else x for x, away in zip(new, elsewhere, strict=True)]
+        old = [lax.dynamic_update_slice(x, part, tuple(at)) for x, part, at in zip(old, new, starts, strict=True)]
         return old, state, shared, report
 
     def whole(grads: Any, old: Any, state: Any, shared: Any, starts: Any, loss: Any, finite: Any) -> Any:  # noqa: ARG001
+        old = [Fetch()(x) if away else x for x, away in zip(old, elsewhere, strict=True)]
         return update(grads, old, state, shared, loss, finite)
 
     if groups.placewise.issuperset(paths):
+        specs = [groups.spec(path) for path in paths]
+        state_specs = jax.tree.map(lambda sharding: sharding.spec, state_shardings)
         in_specs = (specs, specs, state_specs, P(), P(), P(), P())
-        manual = jax.shard_map(
+        run = jax.shard_map(
             local, mesh=groups.mesh, in_specs=in_specs, out_specs=(specs, state_specs, P(), P()), check_vma=False
         )
-        return jax.jit(manual, donate_argnums=(1, 2))
-    placed = jax.tree.map(functools.partial(NamedSharding, groups.mesh), (specs, state_specs))
-    rest = NamedSharding(groups.mesh, P())
-    return jax.jit(whole, out_shardings=(*placed, rest, rest), donate_argnums=(1, 2), compiler_options=options)
+    else:
+        run = whole
+    return jax.jit(run, out_shardings=places, donate_argnums=(1, 2), compiler_options=options)
 
 
 def gradients_step(
@@ -126,13 +132,16 @@ def gradients_step(
     """
     found = find(gradients, mesh, clip_norm, state.params, state.frozen, state.model_state, batch)
     layouts = gradients.trained_layouts
-    old: dict[Path, Any] = flatten_dict(in_update(gradients, mesh, state.params))
+    moving = [path for path, to in layouts.items() if to.publish.moves]
+    given: dict[Path, Any] = flatten_dict(state.params)
+    shards = unflatten_dict({path: given[path] for path in moving})
+    old: dict[Path, Any] = flatten_dict(in_update(gradients, mesh, shards))
     after = advanced(dataclasses.replace(state, params=(), frozen=()), found)
     grads = flatten_dict(found.grads)
     kept = dataclasses.replace(
         found, grads=[grads[path] for path in layouts], model_state=(), metrics=logged(found, after, {})
     )
-    return after, kept, [old[path] for path, to in layouts.items() if to.publish.moves]
+    return after, kept, [old[path] for path in moving]
 
 
 def publish_step(gradients: Gradients, mesh: Mesh, shards: list[Any], whole: list[Any]) -> list[jax.Array]:  # noqa: ARG001 (whose memory is used again)
@@ -147,8 +156,9 @@ def publish_step(gradients: Gradients, mesh: Mesh, shards: list[Any], whole: lis
 def update_arguments(groups: InGroups, group: tuple[Cut, ...]) -> tuple[Any, ...]:
     """Abstract arguments of `update_program`, for a group."""
     rest = NamedSharding(groups.mesh, P())
-    old = [_like(groups.params[cut.path], groups.sharding(cut.path)) for cut in group]
-    grads = [jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding) for x in old]
+    old = [_like(groups.params[cut.path], groups.updating(cut.path)) for cut in group]
+    places = [groups.sharding(cut.path) for cut in group]
+    grads = [jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=at) for x, at in zip(old, places, strict=True)]
     leaves, flat = jax.tree.leaves(groups.opt_state), iter(groups.cuts(group))
     state = [[_piece(leaves[i], own) for i, own in (next(flat) for _ in groups.numbers(cut.path))] for cut in group]
     starts = [jax.ShapeDtypeStruct((len(cut.start),), jnp.int32) for cut in group]
@@ -205,6 +215,10 @@ def publish_program(
         compiler_options=options,
     )
     return program, (shards, whole)
+
+
+def _to_host(x: jax.Array) -> jax.Array:
+    return jax.device_put(x, jax.memory.Space.Host)
 
 
 def name_of(kind: Kind) -> str:

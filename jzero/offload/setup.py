@@ -12,7 +12,6 @@ from jzero.gradients import Gradients
 from jzero.offload.born import new_state
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
-from jzero.offload.placement import Offload
 from jzero.offload.programs import (
     gradients_program,
     kind_of,
@@ -24,6 +23,7 @@ from jzero.offload.programs import (
 from jzero.offload.stream import Group, Stream
 from jzero.offload.tiers import InHostMemory, OnDevice, Tier
 from jzero.optim import Optimizer
+from jzero.placement import Offload
 from jzero.step import Found, TrainState
 
 

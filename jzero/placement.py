@@ -11,6 +11,8 @@ _CHOICES = {
 }
 GROUP_BYTES = 2**28  # at 50 GB/s both ways a group is 5 ms on its way; three of them are little beside a model
 
+MIN_PARAM_BYTES = 2**20  # a copy takes about 10 us however little it brings, in which 50 GB/s move half of that
+
 
 @dataclass(frozen=True)
 class Offload:
@@ -25,7 +27,9 @@ class Offload:
         grads: where accumulated gradients rest: "none", on the device; "host".
         dir: of the files, one directory per disk.
         group_size: bytes of state on one device that are worked on together.
-        host_bytes: so much of the state in files stays in host memory, of all devices of a process together.
+        host_bytes: so much of one device's state in files stays in host memory.
+        min_param_bytes: of one layer of a parameter; smaller ones stay on the device, for which a copy has more
+            overhead than bytes.
     """
 
     optimizer: str = "none"
@@ -35,37 +39,39 @@ class Offload:
     dir: tuple[str, ...] = ()
     group_size: int = GROUP_BYTES
     host_bytes: int = 0
+    min_param_bytes: int = MIN_PARAM_BYTES
 
     def __post_init__(self) -> None:
         for key, choices in _CHOICES.items():
             _check_choice(key, getattr(self, key), choices)
         if isinstance(self.dir, str):
             raise TypeError(f"offload.dir must be a tuple of directories, got the string {self.dir!r}")
-        if not isinstance(self.group_size, int) or self.group_size < 1:
-            raise ValueError(f"offload.group_size={self.group_size!r} must be a number of bytes, at least 1")
-        if not isinstance(self.host_bytes, int) or self.host_bytes < 0:
-            raise ValueError(f"offload.host_bytes={self.host_bytes!r} must be a number of bytes, at least 0")
+        for key, least in (("group_size", 1), ("host_bytes", 0), ("min_param_bytes", 0)):
+            value = getattr(self, key)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"offload.{key} = {value!r} must be a number of bytes, at least {least}")
         if self.update == "cpu" and self.optimizer not in ("host", "nvme"):
             raise ValueError(
-                f"offload.update=cpu with offload.optimizer={self.optimizer}: the state must rest where it is updated; "
-                f"take offload.optimizer=host or nvme"
+                f"offload.update = cpu with offload.optimizer = {self.optimizer}: the state must rest outside "
+                f"of the device; take offload.optimizer = host or nvme"
             )
         if self.optimizer == "nvme" and not self.dir:
-            raise ValueError("offload.optimizer=nvme needs offload.dir, a directory on each disk to be used")
+            raise ValueError("offload.optimizer = nvme needs offload.dir, a directory on each disk to be used")
         for key in ("dir", "host_bytes"):
             if getattr(self, key) and self.optimizer != "nvme":
                 raise ValueError(
-                    f"offload.{key}={getattr(self, key)!r} is for files: offload.optimizer is {self.optimizer}"
+                    f"offload.{key} = {getattr(self, key)!r} is for files: offload.optimizer is {self.optimizer}"
                 )
 
     @property
     def in_groups(self) -> bool:
-        """Whether the optimizer is run group by group."""
-        return self.optimizer != "none"
+        """Whether the optimizer is run group by group; so it is where parameters are on the host, never all on the
+        device."""
+        return self.optimizer != "none" or self.params != "none"
 
 
 def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:
     if value in choices:
         return
     delayed = " (an update that is one step late is not the same training)" if "delay" in str(value) else ""
-    raise ValueError(f"offload.{key}={value!r} is not one of {', '.join(choices)}{delayed}")
+    raise ValueError(f"offload.{key} = {value} is not one of {', '.join(choices)}{delayed}")
