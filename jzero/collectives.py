@@ -111,6 +111,19 @@ class Fetch(_Sends):
 
 
 @dataclass(frozen=True)
+class Store(_Sends):
+    """Device memory to host memory, of a tensor whose shape and sharding stay."""
+
+    def message_bytes(self, elements: int, itemsize: int) -> int:  # noqa: ARG002 (nothing, of whatever)
+        """None."""
+        return 0
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The same tensor in host memory."""
+        return jax.device_put(x, jax.memory.Space.Host)
+
+
+@dataclass(frozen=True)
 class Gather(_Sends):
     """All-gather of `dim` over `axes`, in the tensor's own dtype: a shard becomes whole.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero.gradients import Gradients
@@ -58,4 +58,14 @@ def at_once(
         compiler_options=options,
     )
     init = jax.jit(functools.partial(born, optimizer), out_shardings=shardings)
-    return Driver(init, step, {"step": (step, (state, batch))})
+    return Driver(in_mesh(mesh, init), in_mesh(mesh, step), {"step": (step, (state, batch))})
+
+
+def in_mesh(mesh: Mesh, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, with `mesh` as the one that sharding annotations in it are of."""
+
+    def called(*args: Any) -> Any:
+        with jax.set_mesh(mesh):
+            return call(*args)
+
+    return called

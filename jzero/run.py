@@ -78,8 +78,7 @@ class Run:
 
     def init(self) -> TrainState:
         """A new train state, every array born in its shards."""
-        with jax.set_mesh(self.mesh):
-            return self._init()
+        return self._init()
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One optimizer step; `state` is donated.
@@ -99,8 +98,7 @@ class Run:
         """
         check_alive(state)
         rows_per_device(_whole(batch, self.mesh), self.mesh, self.micro_batches)
-        with jax.set_mesh(self.mesh):
-            state, metrics = self._step(state, self._placed(batch))
+        state, metrics = self._step(state, self._placed(batch))
         self._pace.dispatched(metrics)
         return state, metrics
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jzero.driver import in_mesh
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
 from jzero.offload.pieces import Pieces, cut_out
@@ -40,7 +41,7 @@ def new_state(
         return lambda: born(kept), replace(shardings, opt_state=[leaves[i].sharding for i in numbers])
 
     make, places = with_leaves(optimizer.numbers(None))
-    state = jax.jit(make, out_shardings=places)()
+    state = in_mesh(optimizer.mesh, jax.jit(make, out_shardings=places))()
     known: dict[int, Any] = {}
     parts: dict[int, list[tuple[Cut, Any]]] = {}
     for k, group in enumerate(groups):
@@ -48,9 +49,10 @@ def new_state(
         if not known.keys() >= {i for i, _ in cuts}:
             numbers = [i for i, _ in cuts]
             make, places = with_leaves(numbers)
-            arrays = jax.jit(lambda make=make: make().opt_state, out_shardings=places.opt_state)()
-            known = dict(zip(numbers, arrays, strict=True))
-        stored, left = group.tier.store(k, [_piece(known[i], cut) for i, cut in cuts])
+            program = jax.jit(lambda make=make: make().opt_state, out_shardings=places.opt_state)
+            known = dict(zip(numbers, in_mesh(optimizer.mesh, program)(), strict=True))
+        pieces = group.updater.settle([_piece(known[i], cut) for i, cut in cuts])
+        stored, left = group.tier.store(k, pieces)
         left()
         for (i, cut), part in zip(cuts, stored, strict=True):
             parts.setdefault(i, []).append((cut, part))

@@ -85,6 +85,11 @@ class InGroups:
         """Of a parameter while it is updated, piece by piece."""
         return NamedSharding(self.mesh, self.spec(path), memory_kind=self.memory(path))
 
+    def param(self, path: Path) -> jax.ShapeDtypeStruct:
+        """A parameter, abstract, while it is updated."""
+        x = self.params[path]
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.updating(path))
+
     @property
     def published(self) -> list[Path]:
         """The parameters that are updated in another layout than they rest in."""

@@ -5,10 +5,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jzero.collectives import Fetch, Store
 from jzero.offload.groups import Cut
 
 
@@ -82,13 +84,22 @@ def cut_out(mesh: Mesh, spec: P, box: tuple[int, ...]) -> Any:
     return jax.jit(_manual(cut, mesh, (spec, P()), spec))
 
 
-def paste_in(mesh: Mesh, spec: P) -> Any:
-    """The jitted function (array, piece, start) -> array with the piece in it; the array is donated."""
+@functools.lru_cache(maxsize=64)
+def paste_in(mesh: Mesh, place: NamedSharding) -> Any:
+    """The jitted function (array, piece, start, whether to) -> array with the piece in it; the array is donated.
 
-    def paste(x: jax.Array, piece: jax.Array, start: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice(x, piece, tuple(start))
+    Args:
+        place: of the array, in whatever memory; the piece is on the device.
+    """
+    spec, away = place.spec, place.memory_kind == "pinned_host"
 
-    return jax.jit(_manual(paste, mesh, (spec, spec, P()), spec), donate_argnums=0)
+    def paste(x: jax.Array, piece: jax.Array, start: jax.Array, wanted: jax.Array) -> jax.Array:
+        old = lax.dynamic_slice(x, tuple(start), piece.shape)
+        new = jnp.where(wanted, piece, Fetch()(old) if away else old)
+        return lax.dynamic_update_slice(x, Store()(new) if away else new, tuple(start))
+
+    manual = _manual(paste, mesh, (spec, spec, P(), P()), spec)
+    return jax.jit(manual, out_shardings=place, donate_argnums=0)
 
 
 def piece_shape(whole: jax.ShapeDtypeStruct, cut: Cut) -> tuple[int, ...]:

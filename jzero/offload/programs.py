@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero.collectives import Fetch
+from jzero.collectives import Fetch, Store
 from jzero.gradients import Gradients
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
@@ -98,7 +98,7 @@ def update_program(groups: InGroups, kind: Kind, options: dict[str, Any] | None)
     def local(grads: Any, old: Any, state: Any, shared: Any, starts: Any, loss: Any, finite: Any) -> Any:
         of_old = [Fetch()(x) if away else x for x, away in zip(pieces(old, starts), elsewhere, strict=True)]
         new, state, shared, report = update(pieces(grads, starts), of_old, state, shared, loss, finite)
-        new = [_to_host(x) if away else x for x, away in zip(new, elsewhere, strict=True)]
+        new = [Store()(x) if away else x for x, away in zip(new, elsewhere, strict=True)]
         old = [lax.dynamic_update_slice(x, part, tuple(at)) for x, part, at in zip(old, new, starts, strict=True)]
         return old, state, shared, report
 
@@ -156,7 +156,7 @@ def publish_step(gradients: Gradients, mesh: Mesh, shards: list[Any], whole: lis
 def update_arguments(groups: InGroups, group: tuple[Cut, ...]) -> tuple[Any, ...]:
     """Abstract arguments of `update_program`, for a group."""
     rest = NamedSharding(groups.mesh, P())
-    old = [_like(groups.params[cut.path], groups.updating(cut.path)) for cut in group]
+    old = [groups.param(cut.path) for cut in group]
     places = [groups.sharding(cut.path) for cut in group]
     grads = [jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=at) for x, at in zip(old, places, strict=True)]
     leaves, flat = jax.tree.leaves(groups.opt_state), iter(groups.cuts(group))
@@ -215,10 +215,6 @@ def publish_program(
         compiler_options=options,
     )
     return program, (shards, whole)
-
-
-def _to_host(x: jax.Array) -> jax.Array:
-    return jax.device_put(x, jax.memory.Space.Host)
 
 
 def name_of(kind: Kind) -> str:

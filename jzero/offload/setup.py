@@ -1,18 +1,23 @@
 """From an optimizer and its placement to the stream that runs it: groups, their tiers and their programs."""
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from jzero.driver import Driver
+from jzero.driver import Driver, in_mesh
 from jzero.gradients import Gradients
 from jzero.offload.born import new_state
+from jzero.offload.files import InFiles, Place, from_device, to_device
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
+from jzero.offload.on_cpu import UpdatedOnCpu, from_chunks, to_chunks
+from jzero.offload.on_device import UpdatedOnDevice
+from jzero.offload.pieces import regions
 from jzero.offload.programs import (
+    Kind,
     gradients_program,
     kind_of,
     name_of,
@@ -20,11 +25,12 @@ from jzero.offload.programs import (
     update_arguments,
     update_program,
 )
-from jzero.offload.stream import Group, Stream
-from jzero.offload.tiers import InHostMemory, OnDevice, Tier
+from jzero.offload.stream import Group, Stream, Updater
+from jzero.offload.tiers import InHostMemory, Stays, Tier
 from jzero.optim import Optimizer
 from jzero.placement import Offload
-from jzero.step import Found, TrainState
+from jzero.step import TrainState
+from jzero.zero import Path
 
 
 def streamed(
@@ -50,11 +56,12 @@ def streamed(
         SeparationError: an optimizer that cannot be run in groups.
     """
     in_groups = InGroups.of(optimizer, gradients.trained_layouts, state)
-    cuts = in_groups.groups(offload.group_size)
+    mesh, cuts = in_groups.mesh, in_groups.groups(offload.group_size)
     programs = {kind: update_program(in_groups, kind, options) for kind in dict.fromkeys(map(kind_of, cuts))}
-    tier = _tier(offload)
+    updater = _updater(offload, in_groups, programs)
     groups = [
-        Group(own, in_groups.nbytes(own), tier, on_device(in_groups, own, programs[kind_of(own)])) for own in cuts
+        Group(own, in_groups.nbytes(own), 0 if offload.update == "cpu" else in_groups.nbytes(own), tier, updater(own))
+        for own, tier in zip(cuts, _tiers(offload, in_groups, cuts), strict=True)
     ]
     first = gradients_program(in_groups, gradients, clip_norm, state, batch, options)
     last = publish_program(in_groups, gradients, options) if in_groups.published else None
@@ -65,32 +72,51 @@ def streamed(
     }
     return Driver(
         init=functools.partial(new_state, in_groups, groups, state, born),
-        step=Stream(in_groups, groups, first[0], last and last[0]),
+        step=Stream(in_groups, groups, in_mesh(mesh, first[0]), last and in_mesh(mesh, last[0])),
         programs={"gradients": first, **updates, **({"publish": last} if last else {})},
         elsewhere_bytes=_elsewhere_bytes(groups),
     )
 
 
-def on_device(groups: InGroups, group: Sequence[Cut], program: Any) -> Callable[..., Any]:
-    """The update of one group on the devices of the run, as `stream.Group` has it."""
-    starts = [np.asarray(cut.start, np.int32) for cut in group]
-    counts = [len(groups.numbers(cut.path)) for cut in group]
-
-    def update(grads: Any, old: Any, pieces: Sequence[Any], shared: Any, found: Found) -> Any:
-        flat = iter(pieces)
-        state = [[next(flat) for _ in range(count)] for count in counts]
-        old, state, shared, report = program(grads, old, state, shared, starts, found.loss, found.finite)
-        return old, jax.tree.leaves(state), shared, report
-
-    return update
+def _updater(offload: Offload, groups: InGroups, programs: Mapping[Kind, Any]) -> Callable[[tuple[Cut, ...]], Updater]:
+    if offload.update == "cpu":
+        of_chunks: dict[Path, Any] = {}
+        return lambda own: UpdatedOnCpu(groups, own, of_chunks)
+    return lambda own: UpdatedOnDevice(groups, own, programs[kind_of(own)])
 
 
-def _tier(offload: Offload) -> Tier:
-    return {"device": OnDevice, "host": InHostMemory}[offload.optimizer]()
+def _tiers(offload: Offload, groups: InGroups, cuts: Sequence[tuple[Cut, ...]]) -> list[Tier]:
+    """Where each group rests."""
+    in_memory = Stays("host") if offload.update == "cpu" else InHostMemory()
+    memory: dict[str, Tier] = {"none": Stays("device"), "device": Stays("device"), "host": in_memory}
+    if offload.optimizer in memory:
+        return [memory[offload.optimizer]] * len(cuts)
+    filled = itertools.accumulate(map(groups.nbytes, cuts))
+    stays = [total <= offload.host_bytes for total in filled]
+    leaves = jax.tree.leaves(groups.opt_state)
+    places = {
+        k: [Place(leaves[i], cut, _blocks(k, i, leaves[i], cut)) for i, cut in groups.cuts(own)]
+        for k, own in enumerate(cuts)
+        if not stays[k]
+    }
+    on_cpu = offload.update == "cpu"
+    files = InFiles(
+        offload.dir,
+        f"optimizer state of process {jax.process_index()} of {jax.process_count()}",
+        places,
+        to_chunks if on_cpu else to_device,
+        from_chunks if on_cpu else from_device,
+    )
+    return [in_memory if stay else files for stay in stays]
+
+
+def _blocks(group: int, leaf: int, whole: Any, cut: Cut) -> tuple[str, ...]:
+    """Names of the blocks of a piece, one for each shard of this process."""
+    return tuple(f"group {group} leaf {leaf} shard {number}" for number, _ in enumerate(regions(whole, cut)))
 
 
 def _elsewhere_bytes(groups: Sequence[Group]) -> dict[str, int]:
     found: dict[str, int] = {}
-    for group in (group for group in groups if group.tier.name != OnDevice.name):
+    for group in (group for group in groups if group.tier.name != "device"):
         found[group.tier.name] = found.get(group.tier.name, 0) + group.nbytes
     return found

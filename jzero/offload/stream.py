@@ -6,9 +6,9 @@ has left.  So what the optimizer keeps takes no more of the device than three gr
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -19,6 +19,23 @@ from jzero.offload.pieces import Pieces, leaves_of
 from jzero.offload.tiers import Left, Tier
 from jzero.pace import in_turn
 from jzero.step import Found, Metrics, TrainState
+from jzero.zero import Path
+
+
+class Scalars(NamedTuple):
+    """What the update of a group takes and gives beside its own arrays.
+
+    Attributes:
+        shared: optimizer state that is of no parameter.
+        loss, finite: as of `step.Found`.
+        report: scalars to log.
+    """
+
+    shared: list[Any]
+    loss: jax.Array
+    finite: jax.Array
+    report: Mapping[str, Any]
+
 
 IN_FLIGHT = 3  # groups on the way in, at work and on the way out
 
@@ -28,7 +45,7 @@ class Flow:
     """What of the optimizer's state was under way between rest and update, as the stream counts it.
 
     Attributes:
-        groups: the most at a time, and bytes of one device in them.
+        groups: the most at a time; nbytes, the most of them on one device.
         in_flight: now.
     """
 
@@ -47,22 +64,45 @@ class Flow:
         del self.in_flight[group]
 
 
+class Updater(Protocol):
+    """How one group is updated, and where."""
+
+    def bring(self, grads: Mapping[Path, Any], params: Mapping[Path, Any]) -> Any:
+        """Begins to bring what the update needs beside the state, when the state begins to come."""
+        ...
+
+    def update(
+        self,
+        brought: Any,
+        grads: Mapping[Path, Any],
+        params: Mapping[Path, Any],
+        state: Sequence[Any],
+        scalars: Scalars,
+    ) -> tuple[dict[Path, Any], list[Any], Scalars]:
+        """(parameters with their new pieces, new pieces of the state, scalars after the update)."""
+        ...
+
+    def settle(self, pieces: Sequence[jax.Array]) -> list[Any]:
+        """Pieces of the state on the device, where the update will run."""
+        ...
+
+
 @dataclass(frozen=True)
 class Group:
     """One group.
 
     Attributes:
         cuts: its pieces.
-        nbytes: of state on one device.
+        nbytes: of state on one device, and device_bytes of those that the update takes there.
         tier: where it rests.
-        update: (gradients, parameters, pieces, state of no parameter, found) -> (parameters with new pieces, new
-            pieces, state of no parameter, scalars to log).
+        updater: how it is updated.
     """
 
     cuts: tuple[Cut, ...]
     nbytes: int
+    device_bytes: int
     tier: Tier
-    update: Callable[..., Any]
+    updater: Updater
 
 
 @dataclass(frozen=True)
@@ -101,45 +141,42 @@ class Stream:
         """All groups, one after the other; `updating` gets the new parameters."""
         leaves, treedef = leaves_of(opt_state), jax.tree.structure(self.optimizer.opt_state)
         none = self.optimizer.numbers(None)
-        shared = after_shared = [leaves[i] for i in none]
+        before = after = Scalars([leaves[i] for i in none], found.loss, found.finite, {})
         grads = dict(zip(self.optimizer.layouts, found.grads, strict=True))
         found.grads.clear()
         last = {cut.path: k for k, group in enumerate(self.groups) for cut in group.cuts}
         places = self._places()
         rest: list[list[Any]] = [[None] * len(getattr(leaf, "parts", ())) for leaf in leaves]
         leaving: deque[tuple[int, Left]] = deque()
-        report: Mapping[str, Any] = {}
 
         def fetch(k: int) -> Any:
             while len(self.flow.in_flight) >= IN_FLIGHT:
                 self._gone(leaving)
-            self.flow.begins(k, self.groups[k].nbytes)
-            return self.groups[k].tier.fetch(k, [leaves[i].parts[j] for i, j in places[k]])
+            group = self.groups[k]
+            self.flow.begins(k, group.device_bytes)
+            arrived = group.tier.fetch(k, [leaves[i].parts[j] for i, j in places[k]])
+            return group.updater.bring(grads, updating), arrived
 
         arriving = fetch(0)
         for k, group in enumerate(self.groups):
-            pieces = arriving()
+            brought, pieces = arriving[0], arriving[1]()
             if k + 1 < len(self.groups):
                 arriving = fetch(k + 1)
-            paths = [cut.path for cut in group.cuts]
-            new, pieces, after_shared, report = group.update(
-                [grads[path] for path in paths], [updating[path] for path in paths], pieces, shared, found
-            )
-            updating |= dict(zip(paths, new, strict=True))
-            for path in paths:
-                if last[path] == k:
-                    del grads[path]
+            new, pieces, after = group.updater.update(brought, grads, updating, pieces, before)
+            updating |= new
+            for path in (cut.path for cut in group.cuts if last[cut.path] == k):
+                del grads[path]
             stored, left = group.tier.store(k, pieces)
-            del new, pieces
+            del brought, new, pieces
             leaving.append((k, left))
             for (i, j), part in zip(places[k], stored, strict=True):
                 rest[i][j] = part
         while leaving:
             self._gone(leaving)
-        for i, x in zip(none, after_shared, strict=True):
+        for i, x in zip(none, after.shared, strict=True):
             leaves[i] = x
-        after = [Pieces(x.whole, x.cuts, parts) if parts else x for x, parts in zip(leaves, rest, strict=True)]
-        return treedef.unflatten(after), report
+        state = [Pieces(x.whole, x.cuts, parts) if parts else x for x, parts in zip(leaves, rest, strict=True)]
+        return treedef.unflatten(state), after.report
 
     def _gone(self, leaving: deque[tuple[int, Left]]) -> None:
         """Waits for the group that left first."""

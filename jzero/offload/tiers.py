@@ -29,15 +29,13 @@ class Tier(Protocol):
         """Begins to bring what the update returned to rest."""
         ...
 
-    def close(self) -> None:
-        """Frees what the tier holds beside arrays."""
-        ...
 
+class Stays:
+    """Pieces rest where they are updated: nothing moves."""
 
-class OnDevice:
-    """Pieces stay on the device: nothing moves."""
-
-    name = "device"
+    def __init__(self, name: str) -> None:
+        """The tier that this is: "device", or "host" for an update on the CPU."""
+        self.name = name
 
     def fetch(self, group: int, parts: Sequence[Any]) -> Arrived:  # noqa: ARG002 (the same for all groups)
         """The pieces themselves."""
@@ -46,9 +44,6 @@ class OnDevice:
     def store(self, group: int, arrays: Sequence[Any]) -> tuple[list[Any], Left]:  # noqa: ARG002
         """The arrays themselves."""
         return list(arrays), lambda: None
-
-    def close(self) -> None:
-        """Nothing to free."""
 
 
 class InHostMemory:
@@ -69,9 +64,6 @@ class InHostMemory:
             jax.block_until_ready(parts)
 
         return parts, wait
-
-    def close(self) -> None:
-        """Nothing to free: arrays go with the last that refers to them."""
 
 
 def of_kind(sharding: Any, memory_kind: str) -> NamedSharding:

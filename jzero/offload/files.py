@@ -1,0 +1,220 @@
+"""Pieces of the optimizer state in files: ZeRO-Infinity's NVMe tier (Rajbhandari et al. 2021, section 5).
+
+A piece is one block of `BlockFiles` for each distinct shard of this process.  A group is read, by threads, while the
+one before is updated, and written behind; host memory holds the groups under way.  The files are scratch: what lasts
+is a checkpoint.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero.block_files import BlockFiles, TierError, aligned
+from jzero.offload.copies import Copies
+from jzero.offload.groups import Cut
+from jzero.offload.pieces import piece_shape, regions
+from jzero.offload.tiers import Arrived, Left
+
+__all__ = ["InFiles", "Place", "Stored", "TierError"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One piece of one array of the optimizer state, and the blocks that hold it.
+
+    Attributes:
+        whole: the array, abstract.
+        cut: the piece.
+        blocks: names, one for each distinct shard of this process.
+    """
+
+    whole: jax.ShapeDtypeStruct
+    cut: Cut
+    blocks: tuple[str, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block."""
+        return math.prod(self.cut.shape) * self.whole.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A piece at rest in files.
+
+    Attributes:
+        tier: whose files.
+        place: which blocks.
+        version: how many times they have been written; a handle of an older version is of a state that is used up.
+    """
+
+    tier: "InFiles"
+    place: Place
+    version: int
+
+    def __repr__(self) -> str:
+        """Which blocks."""
+        return f"Stored({', '.join(self.place.blocks)})"
+
+
+class InFiles:
+    """As `tiers.Tier` has it; an update on the device gets arrays there, one on the CPU chunks of its memory."""
+
+    name = "nvme"
+
+    def __init__(
+        self,
+        directories: Sequence[str],
+        owner: str,
+        groups: Mapping[int, Sequence[Place]],
+        arrive: Callable[[Place, Sequence[np.ndarray], Copies], Any],
+        leave: Callable[[Place, Any], Sequence[np.ndarray]],
+    ) -> None:
+        """Makes no file yet: that is for the first state.
+
+        Args:
+            directories: one per disk.
+            owner: of the files, for whoever finds them.
+            groups: what each group has here.
+            arrive: (piece, shards as they were read, flat bytes) -> what the update takes, with memory of its
+                own from the third argument.
+            leave: (piece, what the update returned) -> shards, once they are computed.
+        """
+        self._directories, self._owner, self._groups = tuple(directories), owner, dict(groups)
+        self._arrive, self._leave = arrive, leave
+        self._versions: dict[tuple[str, ...], int] = {}
+        self._files: BlockFiles | None = None
+        self._lock = threading.Lock()
+        # One thread brings a group in while another takes one out.
+        self._incoming, self._outgoing = (ThreadPoolExecutor(1, f"jzero-{way}") for way in ("in", "out"))
+        self._copies = Copies()
+        self._buffers = {way: _Buffers() for way in ("in", "out")}
+
+    @property
+    def nbytes(self) -> int:
+        """Of all blocks of this process."""
+        return sum(size for sizes in self._groups.values() for place in sizes for size in _sizes(place).values())
+
+    def fetch(self, group: int, parts: Sequence[Any]) -> Arrived:
+        """Begins to read; what the returned function gives is on the device, or on its way there.
+
+        Raises:
+            ValueError: the handles are of a state that a later one has overwritten.
+            TierError: as the files say; the returned function raises it as well.
+        """
+        for part in parts:
+            if part.version != self._versions.get(part.place.blocks):
+                raise ValueError(
+                    f"the optimizer state in {', '.join(self._directories)} was overwritten by a later step, or by a "
+                    f"newer state of this run: use what step returned, and one state at a time"
+                )
+        return self._incoming.submit(self._read, group).result
+
+    def store(self, group: int, arrays: Sequence[Any]) -> tuple[list[Any], Left]:
+        """Begins to write.
+
+        Raises:
+            TierError: from the returned function, as the files say.
+        """
+        places = self._groups[group]
+        with self._lock:
+            for place in places:
+                self._versions[place.blocks] = self._versions.get(place.blocks, 0) + 1
+        done: Future[None] = self._outgoing.submit(self._write, group, list(arrays))
+        return [Stored(self, place, self._versions[place.blocks]) for place in places], done.result
+
+    def read(self, place: Place) -> list[np.ndarray]:
+        """The shards of a piece, for a checkpoint; memory of their own."""
+        shards = [aligned(place.block_bytes) for _ in place.blocks]
+        for done in [self._opened().read(name, out) for name, out in zip(place.blocks, shards, strict=True)]:
+            done.result()
+        return [shard.view(place.whole.dtype).reshape(place.cut.shape) for shard in shards]
+
+    def _read(self, group: int) -> list[Any]:
+        places, files, buffers = self._groups[group], self._opened(), self._buffers["in"]
+        taken = [[buffers.take(place.block_bytes) for _ in place.blocks] for place in places]
+        reads = [
+            files.read(name, out)
+            for place, shards in zip(places, taken, strict=True)
+            for name, out in zip(place.blocks, shards, strict=True)
+        ]
+        for done in reads:
+            done.result()
+        arrays = [self._arrive(place, shards, self._copies) for place, shards in zip(places, taken, strict=True)]
+        jax.block_until_ready(arrays)  # the buffers are used again
+        buffers.give([shard for shards in taken for shard in shards])
+        return arrays
+
+    def _write(self, group: int, arrays: list[Any]) -> None:
+        buffers, files = self._buffers["out"], self._opened()
+        blocks = [
+            block
+            for place, array in zip(self._groups[group], arrays, strict=True)
+            for block in self._copied(place, array)
+        ]
+        self._copies.give(shard.data for array in jax.tree.leaves(arrays) for shard in array.addressable_shards)
+        for done in [files.write(name, out) for name, out in blocks]:
+            done.result()
+        buffers.give([out for _, out in blocks])
+
+    def _copied(self, place: Place, array: Any) -> list[tuple[str, np.ndarray]]:
+        """(name, bytes in memory as the disk wants it) of each block of a piece, when that is computed."""
+        blocks = [(name, self._buffers["out"].take(place.block_bytes)) for name in place.blocks]
+        for (_, out), shard in zip(blocks, self._leave(place, array), strict=True):
+            np.copyto(out.view(shard.dtype), shard.reshape(-1))
+        return blocks
+
+    def _opened(self) -> BlockFiles:
+        with self._lock:
+            if self._files is None:
+                blocks: dict[str, int] = {}
+                for places in self._groups.values():
+                    for place in places:
+                        blocks |= _sizes(place)
+                self._files = BlockFiles(self._directories, blocks, self._owner)
+            return self._files
+
+
+class _Buffers:
+    """Aligned memory for one direction, used again from group to group."""
+
+    def __init__(self) -> None:
+        self._by_size: dict[int, list[np.ndarray]] = {}
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """So many bytes; one thread takes and gives."""
+        free = self._by_size.get(nbytes)
+        return free.pop() if free else aligned(nbytes)
+
+    def give(self, arrays: Sequence[np.ndarray]) -> None:
+        """Keeps these, and lets go of what another group had."""
+        self._by_size = {}
+        for array in arrays:
+            self._by_size.setdefault(array.nbytes, []).append(array)
+
+
+def _sizes(place: Place) -> dict[str, int]:
+    return dict.fromkeys(place.blocks, place.block_bytes)
+
+
+def to_device(place: Place, shards: Sequence[np.ndarray], copies: Copies) -> jax.Array:
+    """A piece on the devices of the run, from the bytes of its shards."""
+    arrays = [
+        copies.take(shard.view(place.whole.dtype).reshape(place.cut.shape), device)
+        for shard, (_, devices) in zip(shards, regions(place.whole, place.cut), strict=True)
+        for device in devices
+    ]
+    shape = piece_shape(place.whole, place.cut)
+    return jax.make_array_from_single_device_arrays(shape, place.whole.sharding, arrays)
+
+
+def from_device(place: Place, piece: jax.Array) -> list[np.ndarray]:
+    """The distinct shards of a piece on the devices."""
+    held = {shard.device: shard.data for shard in piece.addressable_shards}
+    return [np.asarray(held[devices[0]]) for _, devices in regions(place.whole, place.cut)]

@@ -1,0 +1,51 @@
+"""The update of a group on the devices of the run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero.offload.groups import Cut
+from jzero.offload.in_groups import InGroups
+from jzero.offload.stream import Scalars
+from jzero.zero import Path
+
+
+class UpdatedOnDevice:
+    """As `stream.Updater` has it: all is there already, or comes with the state."""
+
+    def __init__(self, groups: InGroups, group: Sequence[Cut], program: Any) -> None:
+        """Of one group.
+
+        Args:
+            program: `programs.update_program` of its kind.
+        """
+        self._program, self._paths = program, [cut.path for cut in group]
+        self._starts = [np.asarray(cut.start, np.int32) for cut in group]
+        self._counts = [len(groups.numbers(cut.path)) for cut in group]
+
+    def bring(self, grads: Mapping[Path, Any], params: Mapping[Path, Any]) -> None:
+        """Nothing to bring."""
+
+    def update(
+        self,
+        brought: None,  # noqa: ARG002
+        grads: Mapping[Path, Any],
+        params: Mapping[Path, Any],
+        state: Sequence[Any],
+        scalars: Scalars,
+    ) -> tuple[dict[Path, Any], list[Any], Scalars]:
+        """One program; parameters and pieces are donated."""
+        flat = iter(state)
+        own = [[next(flat) for _ in range(count)] for count in self._counts]
+        chosen = ([grads[path] for path in self._paths], [params[path] for path in self._paths])
+        new, own, shared, report = self._program(
+            *chosen, own, scalars.shared, self._starts, scalars.loss, scalars.finite
+        )
+        after = scalars._replace(shared=shared, report=report)
+        return dict(zip(self._paths, new, strict=True)), jax.tree.leaves(own), after
+
+    def settle(self, pieces: Sequence[jax.Array]) -> list[Any]:
+        """They are there."""
+        return list(pieces)
