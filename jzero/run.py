@@ -12,12 +12,12 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
 from jzero.gradients import Gradients, rows_per_device
-from jzero.host_params import HOST
 from jzero.mesh import batch_sharding, data_size, process_rows
+from jzero.offload.stream import Stream
 from jzero.optim import average_of
 from jzero.pace import Pace
 from jzero.step import Metrics, TrainState
-from jzero.zero import Whole, shard_bytes
+from jzero.zero import Path, Whole, shard_bytes
 
 
 @dataclass(frozen=True)
@@ -184,15 +184,28 @@ class Run:
         """
         state, specs = self.abstract_state, self.specs.state
         names = ("params", "frozen", "opt_state", "model_state")
-        found = {name: self._bytes_by_memory(getattr(state, name), getattr(specs, name)) for name in names}
+        host = {"params": self.params_on_host(), "frozen": self.params_on_host()}
+        found = {
+            name: self._by_tier(getattr(state, name), getattr(specs, name), host.get(name, frozenset()))
+            for name in names
+        }
         elsewhere = dict(self._elsewhere_bytes)
         found["opt_state"] = {"device": found["opt_state"]["device"] - sum(elsewhere.values()), **elsewhere}
         return found
 
-    def _bytes_by_memory(self, shapes: Any, specs: Any) -> dict[str, int]:
+    def params_on_host(self) -> frozenset[Path]:
+        """Parameters, trained and frozen, that rest in host memory; of absent devices no sharding says so."""
+        return frozenset(path for path, to in self._gradients.layouts.items() if to.memory)
+
+    @property
+    def stream(self) -> Stream | None:
+        """The groups in which the optimizer runs; None where a step is one program."""
+        return self._step if isinstance(self._step, Stream) else None
+
+    def _by_tier(self, shapes: Any, specs: Any, host: frozenset[Path]) -> dict[str, int]:
         found = {"device": 0}
-        for x, spec in zip(jax.tree.leaves(shapes), jax.tree.leaves(specs), strict=True):
-            tier = "host" if x.sharding.memory_kind == HOST else "device"
+        for (keys, x), spec in zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(specs), strict=True):
+            tier = "host" if host and tuple(key.key for key in keys) in host else "device"
             found[tier] = found.get(tier, 0) + shard_bytes(x.shape, x.dtype, spec, self.mesh)
         return found
 

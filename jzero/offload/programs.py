@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero.collectives import Fetch, Store
 from jzero.gradients import Gradients
+from jzero.host_params import HOST
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
 from jzero.offload.pieces import piece_shape
@@ -86,7 +87,8 @@ def update_program(groups: InGroups, kind: Kind, options: dict[str, Any] | None)
     the layout of the update, `starts` says where in each shard the pieces lie.  Parameters and pieces are donated.
     """
     update, paths = Update(groups, kind), [path for path, _ in kind]
-    elsewhere = [groups.memory(path) is not None for path in paths]
+    # As the sharding says, not the layout: absent devices have no memory beside their own, and all is there.
+    elsewhere = [groups.updating(path).memory_kind == HOST for path in paths]
     state_shardings = [[leaf.sharding for leaf in groups.leaves(path)] for path in paths]
     rest = NamedSharding(groups.mesh, P())
     places = ([groups.updating(path) for path in paths], state_shardings, rest, rest)

@@ -14,6 +14,7 @@ import jax
 
 import jzero
 from jzero.mesh import DATA_AXES, data_size
+from jzero.plan.programs import Programs
 from jzero.rates import Rates
 from jzero.schedule import CollectiveTime, Timeline, schedule, sums
 
@@ -88,35 +89,38 @@ class Estimate:
         return self.tokens / self.step_s
 
 
-def estimate(run: jzero.Run, program: jax.stages.Compiled, rates: Rates, tokens: Tokens | None) -> Estimate:
-    """The time of a step of `run`.
+def estimate(run: jzero.Run, programs: Programs, rates: Rates, tokens: Tokens | None) -> Estimate:
+    """The time of a step of `run`, with everything that it needs on the device.
 
     Args:
-        program: its step, compiled for the target that the rates are of.
+        programs: of its step, compiled for the target that the rates are of.
         tokens: what a row is; None counts rows.
 
     Raises:
         HloError: something in the program cannot be counted.
     """
-    course = schedule(program, run.mesh, rates)
+    courses = [(schedule(program, run.mesh, rates), times) for _, program, times in programs.running()]
+    collectives = [c for course, times in courses for c in [*course.collectives] * times]
+    compute_s = sum(course.compute_s * times for course, times in courses)
+    step_s = sum(course.step_s * times for course, times in courses)
     rows = jax.tree.leaves(run.abstract_batch)[0].shape[0]
     per_row = tokens.per_row if tokens else 1
     here = rows * per_row // (data_size(run.mesh) * run.micro_batches)
-    of_zero = sum(c.seconds for c in course.collectives if set(c.axes) <= set(DATA_AXES))
+    of_zero = sum(c.seconds for c in collectives if set(c.axes) <= set(DATA_AXES))
     model_flops = rows * per_row * (tokens.flops if tokens else 0.0)
     return Estimate(
-        step_s=course.step_s,
-        compute_s=course.compute_s,
-        exposed_s=course.exposed_s,
-        communication_s=course.communication_s,
-        flops=course.cost.flops,
-        mfu=model_flops / (course.step_s * run.mesh.size * rates.matmul_flops_per_s),
+        step_s=step_s,
+        compute_s=compute_s,
+        exposed_s=sum(course.exposed_s * times for course, times in courses),
+        communication_s=sum(course.communication_s * times for course, times in courses),
+        flops=sum(course.cost.flops * times for course, times in courses),
+        mfu=model_flops / (step_s * run.mesh.size * rates.matmul_flops_per_s),
         tokens=rows * per_row,
         tokens_here=here,
-        tokens_to_hide=here * of_zero / course.compute_s,
-        shares=tuple(_shares(course.collectives)),
-        loops=tuple(line for line in course.timelines if line.phase != "update"),
-        assumptions=course.assumptions,
+        tokens_to_hide=here * of_zero / compute_s,
+        shares=tuple(_shares(collectives)),
+        loops=tuple(line for course, _ in courses for line in course.timelines if line.phase != "update"),
+        assumptions=tuple(dict.fromkeys(line for course, _ in courses for line in course.assumptions)),
     )
 
 

@@ -8,7 +8,7 @@ stay whole, and where an optimizer keeps something else; each part says by how m
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +18,10 @@ import jzero
 from jzero import hlo
 from jzero.mesh import DATA_AXES, TP, data_size
 from jzero.plan import formulas
+from jzero.plan.moments import fetched_bytes, moments
+from jzero.plan.programs import Programs
+from jzero.plan.tiers import class_of, counters, elsewhere_of, shard_bytes, tiers_of
 
-# Class of an optimizer's array by the name under which optax, or jzero, keeps it.
-_OPTIMIZER = {"master": "master", "mu": "m", "trace": "m", "nu": "v", "average": "average of the weights"}
 #: Class -> bytes per parameter in the paper, in the order in which they are shown.
 PAPER: Mapping[str, int] = {"parameters": 2, "gradients": 2, "master": 4, "m": 4, "v": 4}
 
@@ -32,15 +33,22 @@ class Part:
     Attributes:
         name: "parameters", "frozen", "gradients", "master", "m", "v", "average of the weights", "other optimizer
             state", "model state".
-        nbytes: of one device.
+        nbytes: of one device's part, wherever it rests.
         formula_bytes: the paper's count for it, with the parameters divided by tp; 0 for what the paper does not count.
         why: where the difference comes from; "" where there is none.
+        elsewhere: of these, bytes that rest outside of the device, by tier, "host" and "nvme".
     """
 
     name: str
     nbytes: int
     formula_bytes: float
     why: str
+    elsewhere: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def device_bytes(self) -> int:
+        """Those on the device."""
+        return self.nbytes - sum(self.elsewhere.values())
 
 
 @dataclass(frozen=True)
@@ -49,12 +57,16 @@ class Memory:
 
     Attributes:
         parts: the model states by class; the gradients, which live during a step, among them.
-        tiers: bytes at rest by tier, "device" and "host".
+        tiers: bytes at rest by tier, "device", "host" and "nvme".
         host_bytes_per_machine: what the tier "host" of all devices of a machine takes of its memory.
         batch_bytes, counter_bytes: what else is given to the step.
-        argument_bytes, temp_bytes, peak_bytes: as the compiler says; gradients are among the temporaries.
+        argument_bytes, temp_bytes, peak_bytes: as the compiler says; gradients are among the temporaries.  Of a step of
+            several programs: what lies on the device when the program with the peak begins, and what that adds.
         activations_bytes: what the forward pass leaves for the backward pass, read off the compiled program.
         gathered_bytes: the most of gathered parameters at a time, read off the compiled program.
+        nvme_bytes_per_machine: what the tier "nvme" of all devices of a machine takes of its disks.
+        peak_program: which program of the step has the peak.
+        in_flight_bytes: the most of optimizer state that is on the device for its update alone.
     """
 
     parts: tuple[Part, ...]
@@ -67,11 +79,14 @@ class Memory:
     peak_bytes: int
     activations_bytes: int = 0
     gathered_bytes: int = 0
+    nvme_bytes_per_machine: int = 0
+    peak_program: str = "step"
+    in_flight_bytes: int = 0
 
     @property
     def at_rest_bytes(self) -> int:
-        """Of the train state, counters included; with the batch, the program's arguments."""
-        return sum(part.nbytes for part in self.parts if part.name != "gradients") + self.counter_bytes
+        """Of the train state on the device, counters included; with the batch, the arguments of a step's program."""
+        return sum(part.device_bytes for part in self.parts if part.name != "gradients") + self.counter_bytes
 
     @property
     def states_bytes(self) -> int:
@@ -93,38 +108,56 @@ class Memory:
         return max(0, self.temp_bytes - named)
 
     def bytes_of(self, name: str) -> int:
-        """Bytes of one class; 0 where there is none."""
-        return sum(part.nbytes for part in self.parts if part.name == name)
+        """Bytes of one class on the device; 0 where there is none."""
+        return sum(part.device_bytes for part in self.parts if part.name == name)
 
 
 def memory_of(
     run: jzero.Run,
-    program: jax.stages.Compiled,
+    programs: Programs,
     devices_per_host: int,
     activations_bytes: int = 0,
     gathered_bytes: int = 0,
+    *,
+    absent: bool = False,
 ) -> Memory:
     """Specs and compiler on what a device holds for a step of `run`.
 
     Args:
-        program: the run's step, compiled.
+        programs: of the run's step, compiled.
         devices_per_host: of the machines it is for.
         activations_bytes, gathered_bytes: as read off the program.
+        absent: the devices are not here, so that what comes from the host is in no program.
     """
-    found = hlo.memory(program)
-    tiers = _tiers(run)
+    tiers, here = tiers_of(run), min(devices_per_host, run.mesh.size)
     return Memory(
         parts=tuple(_parts(run)),
         tiers=tiers,
-        host_bytes_per_machine=tiers.get("host", 0) * min(devices_per_host, run.mesh.size),
-        batch_bytes=sum(map(_shard_bytes, jax.tree.leaves(run.abstract_batch))),
-        counter_bytes=sum(_shard_bytes(x) for x in _counters(run.abstract_state)),
-        argument_bytes=found.argument_bytes,
-        temp_bytes=found.temp_bytes,
-        peak_bytes=found.peak_bytes,
+        host_bytes_per_machine=tiers["host"] * here,
+        batch_bytes=sum(map(shard_bytes, jax.tree.leaves(run.abstract_batch))),
+        counter_bytes=sum(shard_bytes(x) for x in counters(run.abstract_state)),
+        **_peak(run, programs, absent=absent),
         activations_bytes=activations_bytes,
         gathered_bytes=gathered_bytes,
+        nvme_bytes_per_machine=tiers.get("nvme", 0) * here,
     )
+
+
+def _peak(run: jzero.Run, programs: Programs, *, absent: bool) -> dict[str, Any]:
+    """The fields of `Memory` that say when most is held."""
+    if run.stream is None:
+        found = hlo.memory(programs.passes)
+        return {name: getattr(found, name) for name in ("argument_bytes", "temp_bytes", "peak_bytes")}
+    fetched = fetched_bytes(run) if absent else 0
+    all_moments = list(moments(run, run.stream, programs, fetched))
+    most = max(all_moments, key=lambda moment: moment.peak_bytes)
+    return {
+        "argument_bytes": most.lying_bytes,
+        "temp_bytes": most.more_bytes,
+        "peak_bytes": most.peak_bytes,
+        "peak_program": most.program,
+        "in_flight_bytes": max(moment.in_flight_bytes for moment in all_moments),
+    }
 
 
 def stage_of(run: jzero.Run) -> int:
@@ -169,11 +202,13 @@ def _parts(run: jzero.Run) -> list[Part]:
     ):
         jax.tree.map(functools.partial(add, name), shapes, of)
     jax.tree.map(functools.partial(add, "gradients", dtype=run.grads_dtype), state.params, run.specs.grads)
-    jax.tree.map_with_path(lambda path, x, spec: add(_class_of(path), x, spec), state.opt_state, specs.opt_state)
+    jax.tree.map_with_path(lambda path, x, spec: add(class_of(path), x, spec), state.opt_state, specs.opt_state)
     trained, stage = sum(x.size for x in jax.tree.leaves(state.params)), stage_of(run)
     closed = _closed_form(trained, stage, run)
     names = [*PAPER, *(name for name in found if name not in PAPER)]
-    return [_part(name, found.get(name, []), closed.get(name), trained, run) for name in names]
+    elsewhere = elsewhere_of(run)
+    parts = [_part(name, found.get(name, []), closed.get(name), trained, run) for name in names]
+    return [replace(part, elsewhere=elsewhere.get(part.name, {})) for part in parts]
 
 
 def _closed_form(trained: int, stage: int, run: jzero.Run) -> dict[str, float]:
@@ -211,24 +246,3 @@ def _reasons(leaves: Sequence[_Leaf], width: int, trained: int, shards: int, tp:
         extra = sum(leaf.held - leaf.size / (shards * tp) for leaf in some)
         if extra:
             yield f"{extra:+,.0f} numbers, of {len(some)} leaves that {words}"
-
-
-def _class_of(path: tuple[Any, ...]) -> str:
-    names = [getattr(key, "name", getattr(key, "key", None)) for key in path]
-    return next((_OPTIMIZER[name] for name in names if name in _OPTIMIZER), "other optimizer state")
-
-
-def _tiers(run: jzero.Run) -> dict[str, int]:
-    tiers = {"device": 0, "host": 0}
-    for x in jax.tree.leaves(run.abstract_state):
-        tiers["host" if x.sharding.memory_kind == "pinned_host" else "device"] += _shard_bytes(x)
-    return tiers
-
-
-def _counters(state: jzero.TrainState) -> tuple[Any, ...]:
-    return state.step, state.skipped, state.skipped_in_row
-
-
-def _shard_bytes(x: Any) -> int:
-    sharding: NamedSharding = x.sharding
-    return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 
@@ -11,6 +11,7 @@ from jzero import gpus, hlo, targets
 from jzero.mesh import data_size
 from jzero.plan.estimate import Estimate, Tokens, estimate
 from jzero.plan.memory import Memory, memory_of, stage_of
+from jzero.plan.programs import programs_of
 from jzero.plan.traffic import Traffic, traffic_of
 from jzero.rates import Rates
 from jzero.saved import saved
@@ -88,11 +89,16 @@ def of(
     device = run.mesh.devices.flat[0]
     if gpu and gpu.name != device.device_kind:
         raise ValueError(f"the run is on {device.device_kind}, and the plan asked for is of {gpu.name}")
-    program = run.lower()["step"].compile(compiler_options=targets.COMPILER_OPTIONS if gpu else None)
+    programs = programs_of(run, targets.COMPILER_OPTIONS if gpu else None)
     known = gpu or gpus.by_name(device.device_kind)
     per_host = gpu.devices_per_host if gpu else jax.local_device_count()
     stage = stage_of(run)
-    ledger, kept = hlo.collectives(program, run.mesh), saved(program)
+    ledger = [
+        replace(c, trips=c.trips * times)
+        for _, program, times in programs.running()
+        for c in hlo.collectives(program, run.mesh)
+    ]
+    kept = saved(programs.passes)
     return Plan(
         device=gpu.name if gpu else device.device_kind,
         absent=gpu is not None,
@@ -102,12 +108,24 @@ def of(
         rows=jax.tree.leaves(run.abstract_batch)[0].shape[0],
         micro_batches=run.micro_batches,
         capacity_bytes=capacity_bytes or (gpu.memory_bytes if gpu else None),
-        memory=memory_of(run, program, per_host, kept.activation_bytes, kept.gathered_bytes),
-        traffic=traffic_of(run, ledger, stage, per_host),
-        time=estimate(run, program, Rates.of(known, run.mesh, per_host), tokens) if known else None,
-        notes=(*_whole(run), *run.notes),
+        memory=memory_of(run, programs, per_host, kept.activation_bytes, kept.gathered_bytes, absent=gpu is not None),
+        traffic=traffic_of(run, ledger, stage, per_host, programs.times),
+        time=estimate(run, programs, Rates.of(known, run.mesh, per_host), tokens) if known else None,
+        notes=(*_whole(run), *_assumed(run, absent=gpu is not None), *run.notes),
         label=dict(label or {}),
     )
+
+
+def _assumed(run: jzero.Run, *, absent: bool) -> list[str]:
+    """What the programs of absent devices do not say."""
+    if not absent or not run.params_on_host():
+        return []
+    count = len(run.params_on_host())
+    note = (
+        f"assumed: of the {count} parameters that rest in host memory two layers of each stack are on the device at a "
+        f"time; an absent device has no host, and to its compiler they are on the device"
+    )
+    return [note]
 
 
 def _whole(run: jzero.Run) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jzero.plan.estimate import Estimate
 from jzero.plan.fit import remedies
-from jzero.plan.memory import Part
+from jzero.plan.memory import Memory, Part
 from jzero.plan.report import MARGIN, Plan
 from jzero.plan.traffic import BETWEEN_HOSTS, IN_HOST, Traffic
 
@@ -124,7 +124,10 @@ def _memory(plan: Plan, margin: float, unit: Unit) -> str:
     ]
     rows.append(("  model states, all of these", show(memory.states_bytes), show(memory.formula_bytes), ""))
     rows.append(("at rest", show(memory.at_rest_bytes), "", "exact, from the specs; gradients live during a step"))
-    rows.append(("temporaries", show(memory.temp_bytes), "", "by the compiler, gradients among them"))
+    if memory.in_flight_bytes:
+        said = "of optimizer state, the most at a time: on its way in, at its update, on its way out"
+        rows.append(("in flight", show(memory.in_flight_bytes), "", said))
+    rows.append(("temporaries", show(memory.temp_bytes), "", _temporaries(memory)))
     if memory.activations_bytes:
         rows.append(("  activations", show(memory.activations_bytes), "", "kept by forward for backward"))
     if memory.gathered_bytes:
@@ -139,13 +142,30 @@ def _memory(plan: Plan, margin: float, unit: Unit) -> str:
     if memory.other_bytes:
         rows.append(("  other", show(memory.other_bytes), "", "what a layer computes with, logits, buffers of links"))
     rows.append(("peak", show(memory.peak_bytes), "", _fit(plan, margin, unit)))
-    if memory.tiers.get("host"):
-        said = f"at rest; {show(memory.host_bytes_per_machine)} of a machine's memory"
-        rows.append(("host memory", show(memory.tiers["host"]), "", said))
+    for tier, name, of_machine, of_what in (
+        ("host", "host memory", memory.host_bytes_per_machine, "memory"),
+        ("nvme", "files", memory.nvme_bytes_per_machine, "disks"),
+    ):
+        if memory.tiers.get(tier):
+            said = f"at rest: {_elsewhere(memory, tier)}; {show(of_machine)} of a machine's {of_what}"
+            rows.append((name, show(memory.tiers[tier]), "", said))
     cells = table([row[:3] for row in rows]).split("\n")
     lines = [f"{line}  {row[3]}".rstrip() for line, row in zip(cells, rows, strict=True)]
     does_not_fit = plan.capacity_bytes is not None and plan.missing_bytes(margin) > 0
     return "\n".join([*lines, *([f"  {remedies(plan, margin)}"] if does_not_fit else [])])
+
+
+def _temporaries(memory: Memory) -> str:
+    if memory.peak_program == "step":
+        return "by the compiler, gradients among them"
+    return (
+        f"of program {memory.peak_program!r}, where most is held; by the compiler, beside {memory.argument_bytes:,} B"
+    )
+
+
+def _elsewhere(memory: Memory, tier: str) -> str:
+    """What rests in a tier, in words."""
+    return ", ".join(part.name for part in memory.parts if part.elsewhere.get(tier))
 
 
 def _fit(plan: Plan, margin: float, unit: Unit) -> str:

@@ -6,7 +6,8 @@ or scatter, 2(N-1)/N for an all-reduce.  In wire elements the stages send 2Ψ, 2
 (Rajbhandari et al. 2020, section 7), times (N-1)/N; in bytes that depends on the dtype of each collective.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,16 +70,22 @@ class Traffic:
         return sum(sent.wire_bytes for sent in self.sent if sent.link == link)
 
 
-def traffic_of(run: jzero.Run, ledger: Iterable[Collective], stage: int, devices_per_host: int) -> Traffic:
+def traffic_of(
+    run: jzero.Run, ledger: Iterable[Collective], stage: int, devices_per_host: int, times: Mapping[str, int]
+) -> Traffic:
     """What a step of `run` sends.
 
     Args:
-        ledger: of the compiled step.
+        ledger: of the compiled step, all of its programs.
         stage: whose closed form stands beside it.
         devices_per_host: devices fill hosts in the order of the mesh.
+        times: how often each program of the step runs.
     """
     messages = hlo.traffic(found := list(ledger))
-    written = hlo.traffic(traced.collectives(run.trace()["step"], run.mesh))
+    written = Counter[Any]()
+    for name, program in run.trace().items():
+        for key, nbytes in hlo.traffic(traced.collectives(program, run.mesh)).items():
+            written[key] += nbytes * times[name]
     wires: dict[Any, int] = {}
     for c in found:
         key = c.kind, c.axes, c.dtype

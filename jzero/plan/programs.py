@@ -1,0 +1,72 @@
+"""The compiled programs of a step, and how often each runs: one, or those of an optimizer that runs in groups."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import jax
+
+import jzero
+from jzero.offload.programs import kind_of, name_of
+from jzero.offload.stream import Group, Stream
+
+_PASSES = ("step", "gradients")  # the one that has the passes
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What a step runs on a device.
+
+    Attributes:
+        compiled: by name.
+        times: how often each runs; 0 of what the host computes.
+    """
+
+    compiled: Mapping[str, jax.stages.Compiled]
+    times: Mapping[str, int]
+
+    @property
+    def passes(self) -> jax.stages.Compiled:
+        """The program of the forward and the backward pass."""
+        return next(self.compiled[name] for name in _PASSES if name in self.compiled)
+
+    def running(self) -> Iterator[tuple[str, jax.stages.Compiled, int]]:
+        """(name, program, times) of those that run."""
+        yield from ((name, program, self.times[name]) for name, program in self.compiled.items() if self.times[name])
+
+
+def programs_of(run: jzero.Run, options: dict[str, str | bool] | None) -> Programs:
+    """Compiles the programs of `run`.
+
+    Args:
+        options: of the compiler.
+    """
+    compiled = {name: lowered.compile(compiler_options=options) for name, lowered in run.lower().items()}
+    times = times_of(run)
+    return Programs(compiled, {name: times.get(name, 1) for name in compiled})
+
+
+def times_of(run: jzero.Run) -> dict[str, int]:
+    """Program of an update -> how many groups a step updates with it."""
+    if run.stream is None:
+        return {}
+    found = Counter[str]()
+    for group in run.stream.groups:
+        found[update_of(group)] += int(not on_cpu(group))
+    return dict(found)
+
+
+def update_of(group: Group) -> str:
+    """The name of the program that updates a group on the device."""
+    return f"update {name_of(kind_of(group.cuts))}"
+
+
+def on_cpu(group: Group) -> bool:
+    """Whether the host updates a group: none of its state comes to the device."""
+    return group.device_bytes < group.nbytes
+
+
+def state_in_flight(stream: Stream, k: int) -> int:
+    """Bytes of state that are on the device for the update of group `k`: it, the one before and the next."""
+    near = stream.groups[max(0, k - 1) : k + 2]
+    return sum(group.device_bytes for group in near if group.tier.name != "device")
