@@ -11,6 +11,7 @@ from jzero import stop  # noqa: F401 (first: a command line may be interrupted w
 
 from jzero import hlo, targets
 from jzero.assemble import setup
+from jzero.block_files import TierError
 from jzero.chains import make_optimizer
 from jzero.checkpoint import Checkpoints, Restored
 from jzero.comm import Comm
@@ -37,6 +38,7 @@ __all__ = [
     "Restored",
     "Run",
     "Specs",
+    "TierError",
     "TrainState",
     "UnsupportedModelError",
     "Whole",

@@ -134,6 +134,7 @@ def setup(
         micro_batches=micro_batches,
         per_layer=per_layer,
         abstract_batch=batch,
+        file_bytes=driver.file_bytes,
         _gradients=gradients,
         _init=driver.init,
         _step=driver.step,

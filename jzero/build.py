@@ -4,7 +4,9 @@ Everything here is a call to the library with the config's values, as a program 
 """
 
 import functools
+import shutil
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -105,6 +107,32 @@ def check_memory(run: jzero.Run) -> None:
             f"a run takes {size(needed)} of each of {jax.device_count()} devices, which have {size(limit)}, "
             f"for state and gradients alone: take a higher stage, more devices or a smaller model"
         )
+
+
+def check_disks(config: Config, run: jzero.Run) -> None:
+    """Refuses a run whose optimizer state has no room in `offload.dir`.
+
+    Raises:
+        ConfigError: names the directories, and the bytes that are needed and free.
+    """
+    directories = config.offload.dir
+    disks = [_existing(Path(directory)) for directory in directories]
+    for directory, disk in zip(directories, disks, strict=True):
+        sharing = sum(other.stat().st_dev == disk.stat().st_dev for other in disks)
+        needed, free = sharing * run.file_bytes // len(disks), shutil.disk_usage(disk).free
+        if needed > free:
+            raise ConfigError(
+                f"offload.dir = {directory}: the optimizer's state takes {size(needed)} of that disk, which has "
+                f"{size(free)} free; name another disk, or more of them, or raise offload.host_bytes"
+            )
+
+
+def _existing(path: Path) -> Path:
+    """The directory, or the one in which it will be made."""
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
 
 
 def make_optimizer(config: Config, per_layer: Any) -> optax.GradientTransformation:

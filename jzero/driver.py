@@ -23,12 +23,14 @@ class Driver:
         step: (state, batch) -> (state, metrics); uses the state up.
         programs: by name, each jitted program of a step with abstract arguments.
         elsewhere_bytes: of optimizer state at rest outside of the device, of one device, by tier.
+        file_bytes: of the files of this process.
     """
 
     init: Callable[[], TrainState]
     step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
     programs: Mapping[str, tuple[Any, tuple[Any, ...]]]
     elsewhere_bytes: Mapping[str, int] = field(default_factory=dict)
+    file_bytes: int = 0
 
 
 def at_once(

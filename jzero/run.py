@@ -44,6 +44,7 @@ class Run:
         per_layer: the trained parameters as layers read them, a nested dict of ShapeDtypeStruct: where layers are
             stacked, one layer's.
         abstract_batch: one batch as ShapeDtypeStructs with their shardings.
+        file_bytes: of the files that this process keeps optimizer state in.
     """
 
     mesh: Mesh
@@ -54,6 +55,7 @@ class Run:
     micro_batches: int
     per_layer: Any
     abstract_batch: Any
+    file_bytes: int
     _gradients: Gradients
     _init: Callable[[], TrainState]
     _step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]

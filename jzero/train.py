@@ -18,7 +18,7 @@ import jax
 
 import jzero
 from jzero import compile_cache, data, distributed, ending, together, watch
-from jzero.build import check_memory, make_batches, make_run, open_data
+from jzero.build import check_disks, check_memory, make_batches, make_run, open_data
 from jzero.checkpoint import quiet
 from jzero.config import Config, ConfigError, load, profile_steps, resolve, values_of
 from jzero.description import describe
@@ -54,7 +54,7 @@ def _status(argv: Sequence[str], stop: Stop) -> int:
         return ending.all_failed(error, 1)
     except distributed.StartError as error:
         return ending.failed(error, 2 if error.bad_input else ending.LOST)
-    except (jzero.CheckpointError, OSError) as error:  # OSError: a full disk, data that is gone
+    except (jzero.CheckpointError, jzero.TierError, OSError) as error:  # OSError: a full disk, data that is gone
         everywhere = isinstance(error, jzero.CheckpointError) and error.everywhere
         return ending.all_left(error, 1) if everywhere else ending.failed(error, 1)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -81,6 +81,7 @@ def train(config: Config, stop: Stop) -> int:
         ProcessError: one of several processes had one of these; nothing is written.
         RunError: too many steps in a row had a non-finite gradient, or the run ended without a finite loss.
         CheckpointError: one could not be written.
+        TierError: optimizer state that rests in files is lost.
         Interrupted: a signal came while data was tokenized.
     """
     # Processes and devices.
@@ -98,6 +99,7 @@ def train(config: Config, stop: Stop) -> int:
             parts = open_data(config)
         run = make_run(config, jzero.make_mesh(config.mesh, devices))
         check_memory(run)
+        check_disks(config, run)
     if choice and together.is_first():
         print("\n".join(["stage = auto:", *(f"  {line}" for line in choice)]))
     sources = fingerprints(parts)

@@ -75,6 +75,7 @@ def streamed(
         step=Stream(in_groups, groups, in_mesh(mesh, first[0]), last and in_mesh(mesh, last[0])),
         programs={"gradients": first, **updates, **({"publish": last} if last else {})},
         elsewhere_bytes=_elsewhere_bytes(groups),
+        file_bytes=max((group.tier.nbytes for group in groups if isinstance(group.tier, InFiles)), default=0),
     )
 
 

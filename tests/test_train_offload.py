@@ -1,0 +1,106 @@
+"""The command line with the optimizer's state in host memory and in files, and what goes wrong with those."""
+
+import json
+import shutil
+
+import pytest
+from tiny_run import TINY, batch_for_these_devices, fox_text
+
+import jzero
+from jzero import train
+from jzero.offload.files import InFiles
+
+
+@pytest.fixture
+def fox(tmp_path):
+    flags = [
+        "--data.path",
+        str(fox_text(tmp_path)),
+        "--batch_size",
+        batch_for_these_devices(),
+        "--run.cache_dir",
+        "none",
+    ]
+    return [*TINY, *flags, "--steps", "4", "--log.every", "1", "--log.tensorboard", "false"]
+
+
+def run(tmp_path, name, *flags):
+    status = train.main([*flags, "--run.dir", str(tmp_path / name)])
+    lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    return status, [(row["loss"], row["grad_norm"], row["lr"]) for row in lines if "loss" in row]
+
+
+def test_the_losses_are_those_of_the_same_run_on_the_device(tmp_path, fox):
+    here = [*fox, "--checkpoint.every", "none", "--offload.group_size", "4000"]
+    files = ["--offload.optimizer", "nvme", "--offload.dir", f"{tmp_path / 'a'},{tmp_path / 'b'}"]
+    status, expected = run(tmp_path, "device", *here, "--offload.optimizer", "device")
+    assert status == 0
+    assert len(expected) == 4
+    assert run(tmp_path, "nvme", *here, *files) == (0, expected)
+    assert run(tmp_path, "host", *here, "--offload.optimizer", "host") == (0, expected)
+
+
+def test_files_that_are_deleted_while_it_trains_end_the_run(tmp_path, fox, capsys, monkeypatch):
+    fetch, calls = InFiles.fetch, []
+
+    def after_a_while(self, group, parts):
+        calls.append(group)
+        if len(calls) == 5:
+            shutil.rmtree(tmp_path / "disk")
+        return fetch(self, group, parts)
+
+    monkeypatch.setattr(InFiles, "fetch", after_a_while)
+    files = ["--offload.optimizer", "nvme", "--offload.dir", str(tmp_path / "disk"), "--offload.group_size", "4000"]
+    status, _ = run(tmp_path, "run", *fox, *files, "--checkpoint.every", "none")
+    err = capsys.readouterr().err
+    assert status == 1
+    assert str(tmp_path / "disk") in err
+    assert "go on from the last checkpoint" in err
+    assert "Traceback" not in err
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, fox, capsys, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    status = train.main(
+        [
+            *fox,
+            "--run.dir",
+            str(tmp_path / "run"),
+            "--offload.optimizer",
+            "nvme",
+            "--offload.dir",
+            str(tmp_path / "disk"),
+        ]
+    )
+    err = capsys.readouterr().err
+    assert status == 2
+    assert err.startswith(f"error: offload.dir = {tmp_path / 'disk'}: the optimizer's state takes ")
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "disk").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--offload.optimizer", "nvme"], ["offload.optimizer = nvme needs offload.dir"]),
+        (["--offload.optimizer", "disk"], ["offload.optimizer = disk", "none, device, host, nvme"]),
+        (["--offload.update", "cpu"], ["offload.update = cpu", "offload.optimizer = none"]),
+        (["--offload.update", "delayed"], ["offload.update = delayed", "device, cpu"]),
+        (["--offload.params", "host", "--zero.regather", "false"], ["offload.params", "zero.regather"]),
+        (["--offload.params", "host"], ["offload.params", "1,048,576 bytes"]),
+        (["--offload.group_size", "0"], ["offload.group_size = 0", ">= 1"]),
+        (["--offload.optimizer", "host", "--offload.update", "cpu", "--optim.name", "muon"], ["offload.update = cpu"]),
+        (["--offload.optimiser", "host"], ["offload.optimiser", "offload.optimizer"]),
+    ],
+)
+def test_bad_input_names_the_key_and_what_is_allowed(tmp_path, fox, capsys, flags, words):
+    assert train.main([*fox, "--run.dir", str(tmp_path / "run"), *flags]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert all(word in err for word in words), err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_error_of_the_files_is_public():
+    assert issubclass(jzero.TierError, RuntimeError)
