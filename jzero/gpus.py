@@ -31,6 +31,8 @@ class Gpu:
         bf16_tflops: dense 16-bit matrix throughput, 10^12 operations per second (fp16 where bf16 is not supported).
         nvlink_gb_per_s, pcie_gb_per_s, nic_gb_per_s: 10^9 bytes per second in one direction, per GPU; 0 where there is
             none.
+        host_gb_per_s, disk_gb_per_s: of the memory and of the disks of a host, for all its GPUs together; disks in each
+            direction.  Not of a GPU, and assumed.
         devices_per_host: GPUs of one host, joined by NVLink, or by PCIe where there is none; between hosts is the NIC.
     """
 
@@ -50,6 +52,8 @@ class Gpu:
     nic_gb_per_s: float
     threads_per_core: int = 2048
     devices_per_host: int = 8
+    host_gb_per_s: float = 200.0
+    disk_gb_per_s: float = 10.0
 
 
 # Device columns of V100-16, A100, H100, H200 and B200 follow the XLA project's target files, the others the vendors'

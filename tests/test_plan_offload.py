@@ -15,6 +15,8 @@ import jzero.plan
 from jzero import hlo, targets
 from jzero.models.decoder import next_token_loss
 from jzero.plan import moments
+from jzero.plan.estimate import Estimate
+from jzero.plan.offloading import Moved, Offloading, slowed
 from jzero.plan.programs import programs_of
 
 pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="the meshes are for 8 devices")
@@ -126,4 +128,51 @@ def test_what_rests_on_the_host_of_an_absent_gpu_is_taken_off_its_device():
     plan = jzero.plan.of(run, "h100")
     assert plan.memory.tiers == plan_of(optimizer="host", params="host").memory.tiers
     assert plan.memory.argument_bytes < run.tier_bytes()["params"]["host"]
+    assert plan.time
+    assert plan.offload
+    assert plan.time.step_s == plan.offload.step_s > plan.offload.without_s > 0
+    assert "times the" in jzero.plan.text.describe(plan)
     assert any("two layers of each stack" in note for note in plan.notes)
+
+
+def moved(**where):
+    found = plan_of(**where).offload
+    assert found is not None
+    return {(m.what, m.when): (m.up_bytes, m.down_bytes, m.read_bytes, m.written_bytes) for m in found.moved}
+
+
+def test_bytes_over_pcie_and_to_disk_are_those_of_what_rests_there():
+    state = sum(group.nbytes for group in stream_of(optimizer="host").groups)
+    params = run_of().tier_bytes()["params"]["device"]
+    assert plan_of().offload is None
+    assert moved(optimizer="host") == {("optimizer state", "update"): (state, state, 0, 0)}
+    assert moved(optimizer="nvme", dir=("anywhere",)) == {("optimizer state", "update"): (state, state, state, state)}
+    assert moved(optimizer="host", update="cpu") == {
+        ("gradients", "update"): (0, params, 0, 0),
+        ("parameters", "update"): (params, params, 0, 0),
+    }
+    assert moved(params="host") == {  # two passes of two microbatches, and the update
+        ("parameters", "passes"): (4 * params, 0, 0, 0),
+        ("parameters", "update"): (params, params, 0, 0),
+    }
+
+
+def time_of(step_s, passes_s, update_s):
+    return Estimate(step_s, step_s, 0.0, 0.0, 0, 0.5, 8, 1, 0.0, (), (), (), {"passes": passes_s, "update": update_s})
+
+
+def test_what_does_not_hide_behind_its_part_of_the_step_is_waited_for():
+    gpu = targets.parse("h100:pcie_gb_per_s=50,disk_gb_per_s=8,host_gb_per_s=240")  # copies reach 40 GB/s
+    time = time_of(3.0, 2.0, 1.0)
+    hidden = Offloading((Moved("parameters", "passes", 80 * 10**9), Moved("optimizer state", "update", 0)), 0, 8)
+    later, cost = slowed(time, hidden, gpu, 0)
+    assert (later.step_s, cost.slowdown, cost.needed_gb_per_s) == (3.0, 1.0, {"passes": 40.0})
+    state = Offloading((Moved("optimizer state", "update", 120 * 10**9, 120 * 10**9),), 0, 8)
+    later, cost = slowed(time, state, gpu, 10**9)
+    assert later.step_s == pytest.approx(3.0 + 2.0 + 0.05), "3 s over PCIe beside 1 s, and the first and last group"
+    assert cost.slowdown == pytest.approx(5.05 / 3)
+    assert later.mfu == pytest.approx(0.5 * 3 / 5.05)
+    files = Offloading((Moved("optimizer state", "update", 10**9, 10**9, 4 * 10**9, 4 * 10**9),), 0, 8)
+    assert slowed(time, files, gpu, 0)[1].step_s == pytest.approx(3.0 + 3.0), "8 devices share the disks"
+    by_host = Offloading((Moved("gradients", "update", 0, 10**9),), 10**10, 1)
+    assert slowed(time, by_host, gpu, 0)[1].step_s == pytest.approx(3.0 + 0.25), "30 bytes an element"

@@ -8,7 +8,7 @@ while what ZeRO sends for it does not.  `tokens_to_hide` is the T at which the t
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 
@@ -68,6 +68,7 @@ class Estimate:
         shares: what is hidden of each kind of collective.
         loops: one turn of each loop over layers, for a picture.
         assumptions: in the rates.
+        parts_s: "passes" and "update" -> seconds of their programs, of a step that is several.
     """
 
     step_s: float
@@ -82,6 +83,7 @@ class Estimate:
     shares: tuple[Share, ...]
     loops: tuple[Timeline, ...]
     assumptions: tuple[str, ...]
+    parts_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
@@ -103,6 +105,9 @@ def estimate(run: jzero.Run, programs: Programs, rates: Rates, tokens: Tokens | 
     collectives = [c for course, times in courses for c in [*course.collectives] * times]
     compute_s = sum(course.compute_s * times for course, times in courses)
     step_s = sum(course.step_s * times for course, times in courses)
+    parts_s = {"passes": 0.0, "update": 0.0}
+    for (name, _, times), (course, _) in zip(programs.running(), courses, strict=True):
+        parts_s["update" if name.startswith("update") else "passes"] += course.step_s * times
     rows = jax.tree.leaves(run.abstract_batch)[0].shape[0]
     per_row = tokens.per_row if tokens else 1
     here = rows * per_row // (data_size(run.mesh) * run.micro_batches)
@@ -121,6 +126,7 @@ def estimate(run: jzero.Run, programs: Programs, rates: Rates, tokens: Tokens | 
         shares=tuple(_shares(collectives)),
         loops=tuple(line for course, _ in courses for line in course.timelines if line.phase != "update"),
         assumptions=tuple(dict.fromkeys(line for course, _ in courses for line in course.assumptions)),
+        parts_s=parts_s,
     )
 
 

@@ -11,6 +11,7 @@ from jzero import gpus, hlo, targets
 from jzero.mesh import data_size
 from jzero.plan.estimate import Estimate, Tokens, estimate
 from jzero.plan.memory import Memory, memory_of, stage_of
+from jzero.plan.offloading import Offloading, largest_group, offloading_of, slowed
 from jzero.plan.programs import programs_of
 from jzero.plan.traffic import Traffic, traffic_of
 from jzero.rates import Rates
@@ -34,6 +35,7 @@ class Plan:
         capacity_bytes: memory of one device; None where nobody tells.
         memory, traffic: of one device.
         time: an estimate; None where the rates of the device are not known.
+        offload: what resting outside of the device moves and costs; None where nothing does.
         notes: what a user should know of how the model runs, and what is assumed here.
         label: what its settings say that the run does not know, such as {"remat": "full"}.
     """
@@ -51,6 +53,7 @@ class Plan:
     time: Estimate | None = None
     notes: tuple[str, ...] = ()
     label: dict[str, str] = field(default_factory=dict)
+    offload: Offloading | None = None
 
     @property
     def devices(self) -> int:
@@ -99,6 +102,10 @@ def of(
         for c in hlo.collectives(program, run.mesh)
     ]
     kept = saved(programs.passes)
+    time = estimate(run, programs, Rates.of(known, run.mesh, per_host), tokens) if known else None
+    moved = offloading_of(run, per_host)
+    if time and moved and known:
+        time, moved = slowed(time, moved, known, largest_group(run))
     return Plan(
         device=gpu.name if gpu else device.device_kind,
         absent=gpu is not None,
@@ -110,7 +117,8 @@ def of(
         capacity_bytes=capacity_bytes or (gpu.memory_bytes if gpu else None),
         memory=memory_of(run, programs, per_host, kept.activation_bytes, kept.gathered_bytes, absent=gpu is not None),
         traffic=traffic_of(run, ledger, stage, per_host, programs.times),
-        time=estimate(run, programs, Rates.of(known, run.mesh, per_host), tokens) if known else None,
+        time=time,
+        offload=moved,
         notes=(*_whole(run), *_assumed(run, absent=gpu is not None), *run.notes),
         label=dict(label or {}),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from jzero.plan.estimate import Estimate
 from jzero.plan.fit import remedies
 from jzero.plan.memory import Memory, Part
+from jzero.plan.offloading import Offloading
 from jzero.plan.report import MARGIN, Plan
 from jzero.plan.traffic import BETWEEN_HOSTS, IN_HOST, Traffic
 
@@ -18,6 +19,8 @@ def describe(plan: Plan, margin: float = MARGIN) -> str:
     """
     unit = Unit.of(plan)
     sections = [_head(plan, unit), _memory(plan, margin, unit), _traffic(plan, unit)]
+    if plan.offload:
+        sections.append(_offload(plan.offload, unit))
     if plan.time:
         sections.append(_time(plan, plan.time, unit))
     return "\n\n".join([*sections, *([_notes(plan)] if plan.notes else [])])
@@ -197,6 +200,24 @@ def _traffic(plan: Plan, unit: Unit) -> str:
             f"{show(traffic.tp_wire_bytes)}"
         )
     return "\n".join([*lines, *_not_as_written(traffic, unit)])
+
+
+_WAYS = ("up_bytes", "down_bytes", "read_bytes", "written_bytes")
+
+
+def _offload(found: Offloading, unit: Unit) -> str:
+    """What moves between the device, its host and disks, and what it costs."""
+    rows = [("to and from the host", f"up {unit.name}", "down", "read from disk", "written")]
+    rows += [(f"  {m.what}, in the {m.when}", *(unit.show(getattr(m, way)) for way in _WAYS)) for m in found.moved]
+    lines = [table(rows)]
+    if found.without_s:
+        lines.append(
+            f"  a step takes {_seconds(found.step_s)}, {found.slowdown:.2f} times the {_seconds(found.without_s)} "
+            f"that it would with everything on the device"
+        )
+    needed = found.needed_gb_per_s or {}
+    lines += [f"  {rate:,.1f} GB/s a device would hide it behind the {when}" for when, rate in needed.items()]
+    return "\n".join([*lines, *(f"  assumed: {line}" for line in found.assumptions)])
 
 
 def _time(plan: Plan, time: Estimate, unit: Unit) -> str:
