@@ -21,6 +21,7 @@ from jzero import zero as zero_lib
 from jzero.comm import Comm
 from jzero.driver import at_once
 from jzero.gradients import Gradients, device_dtype
+from jzero.host_grads import grads_on_host
 from jzero.host_params import on_host
 from jzero.look import Seen, look
 from jzero.mesh import TP, as_mesh, batch_sharding
@@ -90,6 +91,9 @@ def setup(
     layouts, whole = zero_lib.layouts(seen.leaves(), stage, zero, mesh, precision.reduce, precision.grads)
     if offload.params == "host":
         layouts = on_host(layouts, seen.leaves(), zero, offload.min_param_bytes)
+    if offload.grads == "host":
+        trained = [leaf for leaf in seen.leaves() if leaf.path in seen.trained()]
+        layouts |= grads_on_host(layouts, trained, offload.min_param_bytes)
     layers_fetch = any(layout.memory for layout in layouts.values())
     layer_bytes = _layer_bytes(seen.leaves(), layouts, mesh)
     compiler_options = comm.compiler_options(mesh, layer_bytes, layers_fetch=layers_fetch)

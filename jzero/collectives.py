@@ -143,7 +143,7 @@ class Gather(_Sends):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[.., n / N, ..] of one device -> [.., n, ..] of all."""
-        return _over_tp(lambda s: lax.all_gather(s, self.axes, axis=self.dim, tiled=True), self.tp_spec)(x)
+        return over_tp(lambda s: lax.all_gather(s, self.axes, axis=self.dim, tiled=True), self.tp_spec)(x)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Scatter(_Sends):
         def scatter(grad: jax.Array) -> jax.Array:
             return lax.psum_scatter(grad, self.axes, scatter_dimension=self.dim, tiled=True)
 
-        return _over_tp(scatter, self.tp_spec)(x.astype(self.dtype))
+        return over_tp(scatter, self.tp_spec)(x.astype(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class AllReduce(_Sends):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The sum over devices, of the same shape, in `dtype`."""
-        return _over_tp(lambda s: lax.psum(s, self.axes), self.tp_spec)(x.astype(self.dtype))
+        return over_tp(lambda s: lax.psum(s, self.axes), self.tp_spec)(x.astype(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -239,5 +239,10 @@ def mean_over(x: jax.Array, axes: tuple[str, ...], tp_spec: P) -> jax.Array:
     return (AllReduce(axes, tp_spec, str(x.dtype))(x) / count).astype(x.dtype)
 
 
-def _over_tp(f: Callable[[jax.Array], jax.Array], spec: P) -> Callable[[jax.Array], jax.Array]:
+def over_tp(f: Callable[..., jax.Array], spec: P) -> Callable[..., jax.Array]:
+    """`f` of one device's slices over tp, in a region that is manual over the data-parallel axes already.
+
+    Args:
+        spec: what tensor parallelism has taken of each argument and of the result.
+    """
     return jax.shard_map(f, axis_names={TP}, in_specs=spec, out_specs=spec, check_vma=False)

@@ -8,8 +8,9 @@ Losses are sums: `loss_fn(model, batch) -> (sum of losses, weight)`.  Gradients 
 microbatches and devices and divided once by the total weight, so uneven weights are exact; a mean of means is not.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,12 +21,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jzero import collectives
+from jzero.host_grads import added, zeroed
 from jzero.mesh import DATA_AXES, data_size
 from jzero.probe import LossFn, Values, hoisted, probe, sums_of
 from jzero.template import Template
 from jzero.use import AtRest, Move
 from jzero.zero import Layout, Path
 
+_NONE: Values = MappingProxyType({})
 _REPLACED = 2**31 - 1  # folded into a key that a model replaced; no data-parallel device has this index
 
 
@@ -63,8 +66,18 @@ class Gradients:
         self, params: Values, frozen: Values, state: Values, batch: Any
     ) -> tuple[Values, dict[str, jax.Array], Values]:
         """Finished gradients (float32), sums over all devices (float32 scalars), the model's state after the batch."""
+        return self.into((), params, frozen, state, batch)[:3]
 
-        def micro(state: Values, batch: Any) -> tuple[Values, tuple[Values, Values]]:
+    def into(
+        self, memory: Sequence[Values], params: Values, frozen: Values, state: Values, batch: Any
+    ) -> tuple[Values, dict[str, jax.Array], Values, list[Values]]:
+        """The same where some gradients rest in host memory, unfinished, and the memory that is free again.
+
+        Args:
+            memory: for these gradients, with whatever is in it: `memories` of them.
+        """
+
+        def micro(state: Values, slots: Values, batch: Any) -> tuple[Values, tuple[Values, Values]]:
             # Ties the parameters to the microbatch: what does not depend on it, XLA moves out of the accumulation
             # loop, and a parameter that is gathered before the loop stays whole for the whole step.
             (tied_params, tied_frozen), batch = lax.optimization_barrier(((params, frozen), batch))
@@ -75,13 +88,13 @@ class Gradients:
                 after = self.template.state_of(model)
                 return sums["loss"], (sums, {path: new.astype(state[path].dtype) for path, new in after.items()})
 
-            grads, (sums, after) = jax.grad(loss, has_aux=True)(self._zero_slots())
+            grads, (sums, after) = jax.grad(loss, has_aux=True)({**self._zero_slots(), **slots})
             return after, (grads, sums)
 
         before = _device_keys(state)
-        after, (grads, sums) = self._accumulate(micro, before, batch)
+        after, (grads, sums), free = self._accumulate(micro, before, batch, *memory)
         grads = {path: self.layouts[path].finish(grad) for path, grad in grads.items()}
-        return grads, self._total(sums), self._agree(state, before, after)
+        return grads, self._total(sums), self._agree(state, before, after), free
 
     def evaluate(
         self, params: Values, frozen: Values, state: Values, batch: Any, micro_batches: int
@@ -111,6 +124,12 @@ class Gradients:
         return replace(self, hoisted=self.hoisted | elsewhere, sum_names=found.sum_names)
 
     @property
+    def memories(self) -> int:
+        """How much memory gradients at rest on the host take, in copies of them: with microbatches, one for their sum
+        too."""
+        return 1 if self.micro_batches == 1 else 2
+
+    @property
     def trained_layouts(self) -> dict[Path, Layout]:
         """The layouts of the trained parameters."""
         return {path: self.layouts[path] for path in self.slots}
@@ -124,22 +143,38 @@ class Gradients:
         hoisted = {path: moves.pop(path)(at_rest[path]) for path in self.hoisted}
         return self.template.merge(at_rest | hoisted, state, moves)
 
-    def _accumulate(self, micro: Callable[..., Any], state: Values, batch: Any) -> Any:
+    def _accumulate(
+        self, micro: Callable[..., Any], state: Values, batch: Any, slots: Values = _NONE, rested: Values = _NONE
+    ) -> Any:
+        """(state, (gradients, sums), host memory that is free again).
+
+        Args:
+            slots, rested: host memory for the gradients of one microbatch, and for their sum.
+        """
         if self.micro_batches == 1:
-            return micro(state, batch)
+            return *micro(state, slots, batch), []
 
         def add(carry: Any, batch: Any) -> tuple[Any, None]:
-            state, total = carry
-            state, new = micro(state, batch)
-            return (state, jax.tree.map(jnp.add, total, new)), None
+            state, total, slots, rested = carry
+            state, (new, sums) = micro(state, slots, batch)
+            slots = {path: new.pop(path) for path in slots}
+            rested = {path: added(x, slots[path], *self._stacked(path)) for path, x in rested.items()}
+            return (state, jax.tree.map(jnp.add, total, (new, sums)), slots, rested), None
 
-        start = (state, (self._zero_slots(), self._zero_sums()))
-        return lax.scan(add, start, split_rows(batch, self.micro_batches))[0]
+        zero = {path: zeroed(x, *self._stacked(path)) for path, x in rested.items()}
+        start = (state, (self._zero_slots(), self._zero_sums()), dict(slots), zero)
+        state, (total, sums), slots, rested = lax.scan(add, start, split_rows(batch, self.micro_batches))[0]
+        return state, ({**total, **rested}, sums), [slots] if slots else []
+
+    def _stacked(self, path: Path) -> tuple[int, P]:
+        return self.layers[path], self.tp_specs[path]
 
     def _zero_slots(self) -> dict[Path, jax.Array]:
+        """Of the gradients that are accumulated on the device."""
         return {
             path: collectives.zeros(slot.shape, str(slot.dtype), self.tp_specs[path])
             for path, slot in self.slots.items()
+            if self.layouts[path].grads_memory is None
         }
 
     def _zero_sums(self) -> dict[str, jax.Array]:

@@ -44,7 +44,7 @@ def on_host(
             "offload.params host with zero.regather false: parameters would stay on the device from forward to "
             "backward, all layers at once; take zero.regather true, or leave the parameters on the device"
         )
-    sizes = {leaf.path: _layer_bytes(leaf) for leaf in leaves}
+    sizes = {leaf.path: layer_bytes(leaf) for leaf in leaves}
     chosen = {path for path, size in sizes.items() if size >= at_least_bytes}
     if not chosen:
         raise ShardingError(
@@ -59,5 +59,6 @@ def resting_on_host(layout: Layout) -> Layout:
     return replace(layout, memory=HOST, use_forward=Then(Fetch(), layout.use_forward))
 
 
-def _layer_bytes(leaf: Leaf) -> int:
+def layer_bytes(leaf: Leaf) -> int:
+    """Bytes of one layer of a parameter, unsharded."""
     return math.prod(leaf.shape[leaf.layer_dims :]) * leaf.bytes_per_element

@@ -24,12 +24,12 @@ class Offload:
             host memory; "nvme", in files; "device", on the device, but is updated in groups as if it were elsewhere.
         update: where the update is computed, on the "device" or on the host's "cpu".
         params: where parameters rest: "none", on the device; "host".
-        grads: where accumulated gradients rest: "none", on the device; "host".
+        grads: where accumulated gradients rest: "none", on the device; "host", twice their size with microbatches.
         dir: of the files, one directory per disk.
         group_size: bytes of state on one device that are worked on together.
         host_bytes: so much of one device's state in files stays in host memory.
-        min_param_bytes: of one layer of a parameter; smaller ones stay on the device, for which a copy has more
-            overhead than bytes.
+        min_param_bytes: of one layer of a parameter; smaller ones, and their gradients, stay on the device, for which a
+            copy has more overhead than bytes.
     """
 
     optimizer: str = "none"
@@ -65,9 +65,9 @@ class Offload:
 
     @property
     def in_groups(self) -> bool:
-        """Whether the optimizer is run group by group; so it is where parameters are on the host, never all on the
-        device."""
-        return self.optimizer != "none" or self.params != "none"
+        """Whether the optimizer is run group by group; so it is where parameters or gradients are on the host, never
+        all on the device."""
+        return any(place != "none" for place in (self.optimizer, self.params, self.grads))
 
 
 def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:

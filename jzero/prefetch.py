@@ -87,7 +87,8 @@ def prefetched(layer: Layer, depth: int, ahead: int) -> Callable[..., tuple[Any,
             dx=dx,
             window=window[::-1],
             pending=None,
-            grads={path: jnp.zeros_like(r.slot) for path, r in rest.items() if path in wanted.weights},
+            # In the slots' own memory, be it the host's; every layer is written over.
+            grads={path: r.slot for path, r in rest.items() if path in wanted.weights},
             d_others=jax.tree.map(jnp.zeros_like, chosen(others, wanted.others)),
             d_shared=jax.tree.map(jnp.zeros_like, chosen(shared, wanted.shared)),
         )

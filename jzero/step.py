@@ -7,9 +7,9 @@ arguments.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,9 +58,21 @@ class TrainState:
     skipped_in_row: Any
 
 
+class Factors(NamedTuple):
+    """What an accumulated gradient is divided and then multiplied by, to be that of the mean loss, clipped.
+
+    Attributes:
+        weight: float32 scalar, of the batch.
+        scale: float32 scalar, at most 1.
+    """
+
+    weight: jax.Array
+    scale: jax.Array
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["grads", "model_state", "loss", "finite", "metrics"],
+    data_fields=["grads", "model_state", "loss", "finite", "metrics", "factors"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -73,6 +85,7 @@ class Found:
         loss: float32 scalar, the exact mean.
         finite: whether loss and gradient are; the update is skipped where they are not.
         metrics: scalars to log.
+        factors: which gradients of the summed loss are still to be taken by, where the optimizer runs in groups.
     """
 
     grads: Any
@@ -80,6 +93,7 @@ class Found:
     loss: jax.Array
     finite: jax.Array
     metrics: Metrics
+    factors: Factors
 
 
 def train_step(
@@ -108,18 +122,42 @@ def find(
         params, frozen, model_state: of the train state.
         clip_norm: largest global norm of the gradient; infinite for none.
     """
-    layouts = gradients.trained_layouts
-    summed = {path: data_part(to.opt_state) for path, to in layouts.items()}
-    grads, sums, after = over_data(gradients, mesh, _at_rest_specs(gradients), (summed, P(), P()))(
-        flatten_dict(params), flatten_dict(frozen), flatten_dict(model_state), batch
+    grads, sums, after, _ = summed(gradients, mesh, (), params, frozen, model_state, batch)
+    grads = _constrain(jax.tree.map(lambda g: g / sums["weight"], grads), gradients.trained_layouts, mesh)
+    found = judged(sums, optax.tree.norm(grads), clip_norm, model_state, after)
+    return dataclasses.replace(found, grads=unflatten_dict(jax.tree.map(lambda g: g * found.factors.scale, grads)))
+
+
+def summed(
+    gradients: Gradients, mesh: Mesh, memory: Sequence[Any], params: Any, frozen: Any, model_state: Any, batch: Any
+) -> tuple[dict[Path, Any], dict[str, jax.Array], Any, list[dict[Path, Any]]]:
+    """What `Gradients.into` returns, on global arrays; gradients in the layout of the optimizer state.
+
+    Args:
+        memory: as `Gradients.into` takes it.
+    """
+    specs = {path: data_part(to.opt_state) for path, to in gradients.trained_layouts.items()}
+    given = [{path: specs[path] for path in part} for part in memory]
+    places = (specs, P(), P(), given[1:])
+    return over_data(gradients.into, mesh, (given, *_at_rest_specs(gradients)), places)(
+        list(memory), flatten_dict(params), flatten_dict(frozen), flatten_dict(model_state), batch
     )
-    grads = _constrain(jax.tree.map(lambda g: g / sums["weight"], grads), layouts, mesh)
-    loss, norm = sums["loss"] / sums["weight"], optax.tree.norm(grads)
+
+
+def judged(sums: dict[str, jax.Array], norm: jax.Array, clip_norm: float, before: Any, after: Any) -> Found:
+    """What a batch says, but for its gradients.
+
+    Args:
+        sums: over all devices.
+        norm: of the gradient of the mean loss.
+        before, after: the model's state, as a tree and as a flat dict.
+    """
+    loss = sums["loss"] / sums["weight"]
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     scale = jnp.minimum(1.0, clip_norm / norm)
-    grads = unflatten_dict(jax.tree.map(lambda g: g * scale, grads))
-    kept = where(finite, unflatten_dict(after), model_state)
-    return Found(grads, kept, loss, finite, {**sums, "loss": loss, "grad_norm": norm})
+    kept = where(finite, unflatten_dict(after), before)
+    metrics = {**sums, "loss": loss, "grad_norm": norm}
+    return Found(None, kept, loss, finite, metrics, Factors(sums["weight"], scale))
 
 
 def updated(

@@ -149,6 +149,7 @@ class Layout:
         finish: accumulated gradient to the optimizer state's spec, once per step.
         publish: updated parameter to rest, once per step.
         memory: the kind of memory that the parameter rests in; None is the device's own.
+        grads_memory: the same of the gradient while it is accumulated.
     """
 
     params: P
@@ -160,6 +161,7 @@ class Layout:
     finish: Transition
     publish: Transition
     memory: str | None = None
+    grads_memory: str | None = None
 
     @property
     def moves(self) -> bool:

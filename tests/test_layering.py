@@ -49,7 +49,7 @@ ROWS = [
     },
     {"zero", "writer", "traced", "rates", "saved"},
     {"use", "simulate", "host_params"},
-    {"pullback", "schedule"},
+    {"pullback", "host_grads", "schedule"},
     {"prefetch"},
     {"stack"},
     {"lora", "template", "optim", "schedules", "data", "models"},

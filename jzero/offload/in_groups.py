@@ -78,8 +78,23 @@ class InGroups:
         return None if to.publish.moves else to.memory
 
     def sharding(self, path: Path) -> NamedSharding:
-        """Of a gradient while the parameter is updated."""
+        """Of a parameter's gradient in the update."""
         return NamedSharding(self.mesh, self.spec(path))
+
+    def accumulated(self, path: Path, dtype: Any) -> jax.ShapeDtypeStruct:
+        """The gradient of a parameter before the update, where it is accumulated.
+
+        Args:
+            dtype: in which it is accumulated; on the device it is finished as float32.
+        """
+        memory = self.layouts[path].grads_memory
+        sharding = NamedSharding(self.mesh, self.spec(path), memory_kind=memory)
+        return jax.ShapeDtypeStruct(self.params[path].shape, dtype if memory else jnp.float32, sharding=sharding)
+
+    @property
+    def hosted(self) -> list[Path]:
+        """The parameters whose gradients are accumulated on the host."""
+        return [path for path, to in self.layouts.items() if to.grads_memory]
 
     def updating(self, path: Path) -> NamedSharding:
         """Of a parameter while it is updated, piece by piece."""

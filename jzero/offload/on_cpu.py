@@ -52,14 +52,14 @@ class UpdatedOnCpu:
         self._groups, self._group, self._programs = groups, group, programs
         self._copies = Copies()
 
-    def bring(self, grads: Mapping[Path, Any], params: Mapping[Path, Any]) -> list[tuple[Any, Any]]:
+    def bring(self, grads: Sequence[jax.Array], params: Mapping[Path, Any]) -> list[tuple[Any, Any]]:
         """Gradients on their way down, and the parameters that are their own masters."""
-        return [(self._down(grads[cut.path], cut), self._old(params[cut.path], cut)) for cut in self._group]
+        of_grads = [_shards(x, self._groups.param(c.path), c) for x, c in zip(grads, self._group, strict=True)]
+        return [(x, self._old(params[cut.path], cut)) for x, cut in zip(of_grads, self._group, strict=True)]
 
     def update(
         self,
         brought: list[tuple[Any, Any]],
-        grads: Mapping[Path, Any],  # noqa: ARG002 (they were brought)
         params: Mapping[Path, Any],
         state: Sequence[Part],
         scalars: Scalars,
@@ -115,15 +115,13 @@ class UpdatedOnCpu:
             )
         return self._programs[key]
 
-    def _down(self, x: jax.Array, cut: Cut) -> list[jax.Array]:
-        """A piece of a gradient, or of a parameter, on its way to the host: of each shard."""
+    def _old(self, x: jax.Array, cut: Cut) -> list[jax.Array] | None:
+        """A piece of a parameter that has no master, on its way, of each shard; what has one is made from that."""
+        if x.dtype.itemsize < 4:
+            return None
         if not cut.whole:
             x = cut_out(self._groups.mesh, self._groups.spec(cut.path), cut.shape)(x, _start(cut))
         return _shards(x, self._groups.param(cut.path), cut)
-
-    def _old(self, x: jax.Array, cut: Cut) -> list[jax.Array] | None:
-        """A parameter that has no master, on its way; what has one is made from that."""
-        return None if x.dtype.itemsize < 4 else self._down(x, cut)
 
     def _up(self, x: jax.Array, cut: Cut, shards: list[np.ndarray], finite: jax.Array) -> jax.Array:
         """The parameter with its new piece, which is on its way."""

@@ -13,7 +13,7 @@ from jzero.zero import Path
 
 
 class UpdatedOnDevice:
-    """As `stream.Updater` has it: all is there already, or comes with the state."""
+    """As `stream.Updater` has it: all is there already, or comes with gradients and state."""
 
     def __init__(self, groups: InGroups, group: Sequence[Cut], program: Any) -> None:
         """Of one group.
@@ -25,13 +25,13 @@ class UpdatedOnDevice:
         self._starts = [np.asarray(cut.start, np.int32) for cut in group]
         self._counts = [len(groups.numbers(cut.path)) for cut in group]
 
-    def bring(self, grads: Mapping[Path, Any], params: Mapping[Path, Any]) -> None:
-        """Nothing to bring."""
+    def bring(self, grads: Sequence[jax.Array], params: Mapping[Path, Any]) -> list[jax.Array]:  # noqa: ARG002 (there)
+        """The gradients."""
+        return list(grads)
 
     def update(
         self,
-        brought: None,  # noqa: ARG002
-        grads: Mapping[Path, Any],
+        brought: list[jax.Array],
         params: Mapping[Path, Any],
         state: Sequence[Any],
         scalars: Scalars,
@@ -39,9 +39,9 @@ class UpdatedOnDevice:
         """One program; parameters and pieces are donated."""
         flat = iter(state)
         own = [[next(flat) for _ in range(count)] for count in self._counts]
-        chosen = ([grads[path] for path in self._paths], [params[path] for path in self._paths])
+        old = [params[path] for path in self._paths]
         new, own, shared, report = self._program(
-            *chosen, own, scalars.shared, self._starts, scalars.loss, scalars.finite
+            brought, old, own, scalars.shared, self._starts, scalars.loss, scalars.finite
         )
         after = scalars._replace(shared=shared, report=report)
         return dict(zip(self._paths, new, strict=True)), jax.tree.leaves(own), after

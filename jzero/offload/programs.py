@@ -24,11 +24,23 @@ from jax.sharding import PartitionSpec as P
 
 from jzero.collectives import Fetch, Store
 from jzero.gradients import Gradients
+from jzero.host_grads import norm
 from jzero.host_params import HOST
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
 from jzero.offload.pieces import piece_shape
-from jzero.step import Found, TrainState, advanced, find, in_update, logged, published, updated
+from jzero.step import (
+    Factors,
+    Found,
+    TrainState,
+    advanced,
+    in_update,
+    judged,
+    logged,
+    published,
+    summed,
+    updated,
+)
 from jzero.zero import Path, path_name
 
 Kind = tuple[tuple[Path, tuple[int, ...]], ...]  # (parameter, box of its shard), of each piece in a group
@@ -65,7 +77,7 @@ class Update:
         opt_state = treedef.unflatten(
             [given[i] if i in given else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(leaves)]
         )
-        found = Found(None, None, loss, finite, {})
+        found = Found(None, None, loss, finite, {}, Factors(loss, loss))
         new, opt_state, report = updated(
             groups.optimizer, found, unflatten_dict(grads_of), opt_state, unflatten_dict(params)
         )
@@ -83,8 +95,9 @@ def update_program(groups: InGroups, kind: Kind, options: dict[str, Any] | None)
     """The jitted update of one kind of group, on the devices of the run.
 
     (gradients, parameters, pieces of state, state of no parameter, starts, loss, finite) -> (parameters with the new
-    pieces, new pieces of state, state of no parameter, scalars to log).  Gradients and parameters are whole arrays in
-    the layout of the update, `starts` says where in each shard the pieces lie.  Parameters and pieces are donated.
+    pieces, new pieces of state, state of no parameter, scalars to log).  Parameters are whole arrays in the
+    layout of the update, `starts` says where in each shard the pieces lie; of gradients there are the pieces
+    (`arriving.py`).  Parameters and pieces of state are donated.
     """
     update, paths = Update(groups, kind), [path for path, _ in kind]
     # As the sharding says, not the layout: absent devices have no memory beside their own, and all is there.
@@ -99,7 +112,7 @@ def update_program(groups: InGroups, kind: Kind, options: dict[str, Any] | None)
 
     def local(grads: Any, old: Any, state: Any, shared: Any, starts: Any, loss: Any, finite: Any) -> Any:
         of_old = [Fetch()(x) if away else x for x, away in zip(pieces(old, starts), elsewhere, strict=True)]
-        new, state, shared, report = update(pieces(grads, starts), of_old, state, shared, loss, finite)
+        new, state, shared, report = update(grads, of_old, state, shared, loss, finite)
         new = [Store()(x) if away else x for x, away in zip(new, elsewhere, strict=True)]
         old = [lax.dynamic_update_slice(x, part, tuple(at)) for x, part, at in zip(old, new, starts, strict=True)]
         return old, state, shared, report
@@ -121,29 +134,34 @@ def update_program(groups: InGroups, kind: Kind, options: dict[str, Any] | None)
 
 
 def gradients_step(
-    gradients: Gradients, mesh: Mesh, clip_norm: float, state: TrainState, batch: Any
-) -> tuple[TrainState, Found, list[jax.Array]]:
+    gradients: Gradients, mesh: Mesh, clip_norm: float, state: TrainState, batch: Any, memory: list[Any]
+) -> tuple[TrainState, Found, list[jax.Array], list[Any]]:
     """All of a step that comes before the update.
 
     Args:
         state: without optimizer state.
+        memory: as `Gradients.into` takes it.
 
     Returns:
         The state after the step, but for parameters and optimizer state; what the batch says of the parameters, its
-        gradients as a list; and of the parameters that are published, the part that is updated here.
+        gradients as a list, as they were accumulated; of the parameters that are published, the part that is updated
+        here; and what of `memory` is free again.
     """
-    found = find(gradients, mesh, clip_norm, state.params, state.frozen, state.model_state, batch)
     layouts = gradients.trained_layouts
+    given = (state.params, state.frozen, state.model_state, batch)
+    grads, sums, model_state, free = summed(gradients, mesh, memory, *given)
+    # Layer by layer, be they on the host or not, so that both give the same norm, bit for bit.
+    length = norm(grads, layouts, gradients.layers, mesh, sums["weight"])
+    found = judged(sums, length, clip_norm, state.model_state, model_state)
     moving = [path for path, to in layouts.items() if to.publish.moves]
-    given: dict[Path, Any] = flatten_dict(state.params)
-    shards = unflatten_dict({path: given[path] for path in moving})
+    params: dict[Path, Any] = flatten_dict(state.params)
+    shards = unflatten_dict({path: params[path] for path in moving})
     old: dict[Path, Any] = flatten_dict(in_update(gradients, mesh, shards))
     after = advanced(dataclasses.replace(state, params=(), frozen=()), found)
-    grads = flatten_dict(found.grads)
     kept = dataclasses.replace(
         found, grads=[grads[path] for path in layouts], model_state=(), metrics=logged(found, after, {})
     )
-    return after, kept, [old[path] for path in moving]
+    return after, kept, [old[path] for path in moving], free
 
 
 def publish_step(gradients: Gradients, mesh: Mesh, shards: list[Any], whole: list[Any]) -> list[jax.Array]:  # noqa: ARG001 (whose memory is used again)
@@ -160,7 +178,8 @@ def update_arguments(groups: InGroups, group: tuple[Cut, ...]) -> tuple[Any, ...
     rest = NamedSharding(groups.mesh, P())
     old = [groups.param(cut.path) for cut in group]
     places = [groups.sharding(cut.path) for cut in group]
-    grads = [jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=at) for x, at in zip(old, places, strict=True)]
+    each = zip(old, places, group, strict=True)
+    grads = [jax.ShapeDtypeStruct(piece_shape(_like(x, at), cut), jnp.float32, sharding=at) for x, at, cut in each]
     leaves, flat = jax.tree.leaves(groups.opt_state), iter(groups.cuts(group))
     state = [[_piece(leaves[i], own) for i, own in (next(flat) for _ in groups.numbers(cut.path))] for cut in group]
     starts = [jax.ShapeDtypeStruct((len(cut.start),), jnp.int32) for cut in group]
@@ -177,7 +196,7 @@ def gradients_program(
     batch: Any,
     options: dict[str, Any] | None,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The jitted `gradients_step` and its abstract arguments.
+    """The jitted `gradients_step` and its abstract arguments; `memory` is donated.
 
     Args:
         state, batch: abstract, with shardings.
@@ -186,19 +205,37 @@ def gradients_program(
     rest = NamedSharding(groups.mesh, P())
     before = dataclasses.replace(state, opt_state=())
     given = jax.tree.map(lambda x: x.sharding, before)
-    places: dict[str, Any] = {"loss": rest, "finite": rest, "metrics": rest, "model_state": ()}
-    found = Found(grads=[groups.sharding(path) for path in groups.layouts], **places)
+    places: dict[str, Any] = {"loss": rest, "finite": rest, "metrics": rest, "factors": rest, "model_state": ()}
+    accumulated = accumulated_gradients(groups, gradients)
+    found = Found(grads=[accumulated[path].sharding for path in groups.layouts], **places)
+    memory = gradients_memory(groups, gradients)
+    at = [{path: x.sharding for path, x in part.items()} for part in memory]
     program = jax.jit(
         functools.partial(gradients_step, gradients, groups.mesh, clip_norm),
-        in_shardings=(given, jax.tree.map(lambda x: x.sharding, batch)),
+        in_shardings=(given, jax.tree.map(lambda x: x.sharding, batch), at),
         out_shardings=(
             dataclasses.replace(given, params=(), frozen=()),
             found,
             [groups.sharding(path) for path in groups.published],
+            at[1:],
         ),
+        donate_argnums=2,
+        keep_unused=True,
         compiler_options=options,
     )
-    return program, (before, batch)
+    return program, (before, batch, memory)
+
+
+def accumulated_gradients(groups: InGroups, gradients: Gradients) -> dict[Path, jax.ShapeDtypeStruct]:
+    """The gradients that `gradients_step` finds, abstract."""
+    return {path: groups.accumulated(path, gradients.slots[path].dtype) for path in groups.layouts}
+
+
+def gradients_memory(groups: InGroups, gradients: Gradients) -> list[dict[Path, jax.ShapeDtypeStruct]]:
+    """The host memory that `Gradients.into` takes, abstract; none where no gradient rests there."""
+    found = accumulated_gradients(groups, gradients)
+    one = {path: found[path] for path in groups.hosted}
+    return [one] * gradients.memories if one else []
 
 
 def publish_program(

@@ -9,8 +9,10 @@ import jax
 
 from jzero.driver import Driver, in_mesh
 from jzero.gradients import Gradients
+from jzero.offload.arriving import arrival, arrival_program
 from jzero.offload.born import new_state
 from jzero.offload.files import InFiles, Place, from_device, to_device
+from jzero.offload.grads_memory import Memory
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
 from jzero.offload.on_cpu import UpdatedOnCpu, from_chunks, to_chunks
@@ -18,6 +20,8 @@ from jzero.offload.on_device import UpdatedOnDevice
 from jzero.offload.pieces import regions
 from jzero.offload.programs import (
     Kind,
+    accumulated_gradients,
+    gradients_memory,
     gradients_program,
     kind_of,
     name_of,
@@ -60,7 +64,14 @@ def streamed(
     programs = {kind: update_program(in_groups, kind, options) for kind in dict.fromkeys(map(kind_of, cuts))}
     updater = _updater(offload, in_groups, programs)
     groups = [
-        Group(own, in_groups.nbytes(own), 0 if offload.update == "cpu" else in_groups.nbytes(own), tier, updater(own))
+        Group(
+            own,
+            in_groups.nbytes(own),
+            0 if offload.update == "cpu" else in_groups.nbytes(own),
+            tier,
+            arrival(in_groups, own),
+            updater(own),
+        )
         for own, tier in zip(cuts, _tiers(offload, in_groups, cuts), strict=True)
     ]
     first = gradients_program(in_groups, gradients, clip_norm, state, batch, options)
@@ -70,10 +81,15 @@ def streamed(
         f"update {name_of(kind)}": (program, update_arguments(in_groups, examples[kind]))
         for kind, program in programs.items()
     }
+    accumulated = accumulated_gradients(in_groups, gradients)
+    arrivals = {
+        f"gradients of {name_of(kind)}": arrival_program(in_groups, own, accumulated) for kind, own in examples.items()
+    }
+    memory = Memory(gradients_memory(in_groups, gradients))
     return Driver(
         init=functools.partial(new_state, in_groups, groups, state, born),
-        step=Stream(in_groups, groups, in_mesh(mesh, first[0]), last and in_mesh(mesh, last[0])),
-        programs={"gradients": first, **updates, **({"publish": last} if last else {})},
+        step=Stream(in_groups, groups, in_mesh(mesh, first[0]), last and in_mesh(mesh, last[0]), memory),
+        programs={"gradients": first, **arrivals, **updates, **({"publish": last} if last else {})},
         elsewhere_bytes=_elsewhere_bytes(groups),
         file_bytes=max((group.tier.nbytes for group in groups if isinstance(group.tier, InFiles)), default=0),
     )

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jzero.offload.arriving import Arrive
+from jzero.offload.grads_memory import Memory
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
 from jzero.offload.pieces import Pieces, leaves_of
@@ -67,14 +69,17 @@ class Flow:
 class Updater(Protocol):
     """How one group is updated, and where."""
 
-    def bring(self, grads: Mapping[Path, Any], params: Mapping[Path, Any]) -> Any:
-        """Begins to bring what the update needs beside the state, when the state begins to come."""
+    def bring(self, grads: Sequence[jax.Array], params: Mapping[Path, Any]) -> Any:
+        """Begins to bring what the update needs beside the state, when the state begins to come.
+
+        Args:
+            grads: pieces of the gradients, on the device.
+        """
         ...
 
     def update(
         self,
         brought: Any,
-        grads: Mapping[Path, Any],
         params: Mapping[Path, Any],
         state: Sequence[Any],
         scalars: Scalars,
@@ -95,6 +100,7 @@ class Group:
         cuts: its pieces.
         nbytes: of state on one device, and device_bytes of those that the update takes there.
         tier: where it rests.
+        arrive: brings its pieces of the gradients (`arriving.py`).
         updater: how it is updated.
     """
 
@@ -102,6 +108,7 @@ class Group:
     nbytes: int
     device_bytes: int
     tier: Tier
+    arrive: Arrive
     updater: Updater
 
 
@@ -114,6 +121,7 @@ class Stream:
         groups: in the order in which they are updated.
         gradients: jitted `gradients_step`.
         publish: jitted `publish_step`; None where no parameter moves.
+        memory: for gradients that rest on the host.
         flow: what was under way.
     """
 
@@ -121,29 +129,34 @@ class Stream:
     groups: Sequence[Group]
     gradients: Any
     publish: Any
+    memory: Memory
     flow: Flow = field(default_factory=Flow)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step; the parameters and the optimizer state of `state` are used up."""
-        after, found, shards = self.gradients(dataclasses.replace(state, opt_state=()), batch)
+        before = dataclasses.replace(state, opt_state=())
+        after, found, shards, free = self.gradients(before, batch, self.memory.take())
         in_turn(found.metrics)
         params, published = flatten_dict(state.params), self.optimizer.published
         updating = {**params, **dict(zip(published, shards, strict=True))}
+        grads = dict(zip(self.optimizer.layouts, found.grads, strict=True))
+        self.memory.keep([*free, {path: grads[path] for path in self.optimizer.hosted}])
+        found.grads.clear()
         del shards
-        opt_state, report = self._update(found, updating, state.opt_state)
+        opt_state, report = self._update(found, grads, updating, state.opt_state)
         if published:
             whole = self.publish([updating[path] for path in published], [params[path] for path in published])
             updating |= dict(zip(published, in_turn(whole), strict=True))
         after = dataclasses.replace(after, params=unflatten_dict(updating), frozen=state.frozen, opt_state=opt_state)
         return after, {**found.metrics, **report}
 
-    def _update(self, found: Found, updating: dict[Any, Any], opt_state: Any) -> tuple[Any, Mapping[str, Any]]:
-        """All groups, one after the other; `updating` gets the new parameters."""
+    def _update(
+        self, found: Found, grads: dict[Path, Any], updating: dict[Any, Any], opt_state: Any
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """All groups, one after the other; `grads` is used up, `updating` gets the new parameters."""
         leaves, treedef = leaves_of(opt_state), jax.tree.structure(self.optimizer.opt_state)
         none = self.optimizer.numbers(None)
         before = after = Scalars([leaves[i] for i in none], found.loss, found.finite, {})
-        grads = dict(zip(self.optimizer.layouts, found.grads, strict=True))
-        found.grads.clear()
         last = {cut.path: k for k, group in enumerate(self.groups) for cut in group.cuts}
         places = self._places()
         rest: list[list[Any]] = [[None] * len(getattr(leaf, "parts", ())) for leaf in leaves]
@@ -155,14 +168,14 @@ class Stream:
             group = self.groups[k]
             self.flow.begins(k, group.device_bytes)
             arrived = group.tier.fetch(k, [leaves[i].parts[j] for i, j in places[k]])
-            return group.updater.bring(grads, updating), arrived
+            return group.updater.bring(group.arrive(grads, found.factors), updating), arrived
 
         arriving = fetch(0)
         for k, group in enumerate(self.groups):
             brought, pieces = arriving[0], arriving[1]()
             if k + 1 < len(self.groups):
                 arriving = fetch(k + 1)
-            new, pieces, after = group.updater.update(brought, grads, updating, pieces, before)
+            new, pieces, after = group.updater.update(brought, updating, pieces, before)
             updating |= new
             for path in (cut.path for cut in group.cuts if last[cut.path] == k):
                 del grads[path]

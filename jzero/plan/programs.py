@@ -47,12 +47,13 @@ def programs_of(run: jzero.Run, options: dict[str, str | bool] | None) -> Progra
 
 
 def times_of(run: jzero.Run) -> dict[str, int]:
-    """Program of an update -> how many groups a step updates with it."""
+    """Program of an update, or of its gradients -> how many groups a step runs it for."""
     if run.stream is None:
         return {}
     found = Counter[str]()
     for group in run.stream.groups:
         found[update_of(group)] += int(not on_cpu(group))
+        found[f"gradients of {name_of(kind_of(group.cuts))}"] += 1
     return dict(found)
 
 

@@ -1,0 +1,64 @@
+"""Gradients on their way from where they were accumulated to the update: a group's pieces, finished as they arrive.
+
+They were accumulated as sums over the batch.  The division by its weight and the clip are done to a piece, and so is
+the fetch from the host where they rest there.  The update is the same program either way, and so are its numbers.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jzero.host_grads import arrived
+from jzero.offload.groups import Cut
+from jzero.offload.in_groups import InGroups
+from jzero.step import Factors
+from jzero.zero import Layout, Path
+
+Arrive = Callable[[Mapping[Path, Any], Factors], list[jax.Array]]
+
+
+def arrival(groups: InGroups, group: Sequence[Cut]) -> Arrive:
+    """(accumulated gradients, what finishes them) -> those of the group's pieces, on the device.
+
+    A piece is float32, of the mean loss, clipped.  Nothing is donated: of what rests on the host, the next step
+    accumulates in the same memory.
+    """
+    program, starts = _program(groups, group), [np.asarray(cut.start, np.int32) for cut in group]
+    return lambda grads, factors: program([grads[cut.path] for cut in group], starts, factors)
+
+
+def arrival_program(
+    groups: InGroups, group: Sequence[Cut], accumulated: Mapping[Path, Any]
+) -> tuple[Any, tuple[Any, ...]]:
+    """The jitted program of `arrival` for a group and those like it, and its abstract arguments.
+
+    Args:
+        accumulated: gradients, abstract.
+    """
+    scalar: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(groups.mesh, P()))
+    starts = [jax.ShapeDtypeStruct((len(cut.start),), jnp.int32) for cut in group]
+    return _program(groups, group), ([accumulated[cut.path] for cut in group], starts, Factors(scalar, scalar))
+
+
+def _program(groups: InGroups, group: Sequence[Cut]) -> Any:
+    return _jitted(groups.mesh, tuple(groups.layouts[cut.path] for cut in group), tuple(cut.shape for cut in group))
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted(mesh: Mesh, layouts: tuple[Layout, ...], shapes: tuple[tuple[int, ...], ...]) -> Any:
+    specs = [layout.opt_state for layout in layouts]
+
+    def local(grads: list[Any], starts: list[Any], factors: Factors) -> list[jax.Array]:
+        pieces = [lax.dynamic_slice(x, tuple(at), shape) for x, at, shape in zip(grads, starts, shapes, strict=True)]
+        finished = [arrived(x, layout) for x, layout in zip(pieces, layouts, strict=True)]
+        return [x / factors.weight * factors.scale for x in finished]
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=(specs, P(), P()), out_specs=specs, check_vma=False)
+    return jax.jit(run, out_shardings=[NamedSharding(mesh, spec) for spec in specs])
