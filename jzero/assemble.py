@@ -7,6 +7,7 @@ the specs that they hold the train state to.
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jzero import host_memory
 from jzero import zero as zero_lib
 from jzero.comm import Comm
 from jzero.driver import at_once
@@ -82,6 +84,7 @@ def setup(
         ValueError: bad stage, mesh, batch, annotation, pattern.
         TypeError: not an NNX module, or a loss that is not sums.
         UnsupportedModelError: the model does what cannot be sharded; names the place.
+        HostMemoryError: more is to rest in pinned host memory than XLA lets a process have.
     """
     mesh = as_mesh(mesh)
     comm.compiler_options(mesh)  # before work starts
@@ -126,7 +129,7 @@ def setup(
     driver = make_driver(optimizer, gradients, limit, state, batch, born, compiler_options)
     evaluate = functools.partial(evaluate_step, gradients, mesh)
     without_optimizer = dataclasses.replace(shardings, opt_state=())
-    return Run(
+    run = Run(
         mesh=mesh,
         specs=specs,
         abstract_state=state,
@@ -150,6 +153,20 @@ def setup(
         _elsewhere_bytes=driver.elsewhere_bytes,
         _pace=Pace(mesh),
     )
+    _check_pinned(run)
+    return run
+
+
+def _check_pinned(run: Run) -> None:
+    """Before work starts: XLA would say it in the middle of the first step."""
+    pinned = run.pinned_bytes()
+    if not pinned:
+        return
+    own = [device for device in run.mesh.devices.flat if device.process_index == jax.process_index()]
+    # Absent GPUs have no memories.
+    count = sum(1 for device in own if device.platform == "gpu" and device.addressable_memories())
+    if count:
+        host_memory.check_pinned(count * pinned, os.environ)
 
 
 def _layer_bytes(leaves: Iterable[zero_lib.Leaf], layouts: Mapping[Path, Layout], mesh: Mesh) -> int:

@@ -15,7 +15,7 @@ import optax.contrib
 from flax import nnx
 
 import jzero
-from jzero import data, watch
+from jzero import data, host_memory, watch
 from jzero import mesh as meshes
 from jzero.config import Config, ConfigError, Data
 from jzero.description import size
@@ -91,7 +91,7 @@ def make_run(config: Config, mesh: jax.sharding.Mesh) -> jzero.Run:
             comm=jzero.Comm(**config.comm.model_dump(exclude={"layers_ahead"})),
             offload=jzero.Offload(**config.offload.model_dump()),
         )
-    except (ShardingError, SeparationError) as error:
+    except (ShardingError, SeparationError, host_memory.HostMemoryError) as error:
         raise ConfigError(str(error)) from error
 
 
@@ -105,8 +105,14 @@ def check_memory(run: jzero.Run) -> None:
     if limit is not None and needed > limit:
         raise ConfigError(
             f"a run takes {size(needed)} of each of {jax.device_count()} devices, which have {size(limit)}, "
-            f"for state and gradients alone: take a higher stage, more devices or a smaller model"
+            f"for state and gradients alone: take a higher stage, more devices, a smaller model or offload.optimizer "
+            f"= host"
         )
+    on_host = sum(tiers.get("host", 0) for tiers in run.tier_bytes().values())
+    try:
+        host_memory.check_machine(on_host * jax.local_device_count(), host_memory.machine_bytes())
+    except host_memory.HostMemoryError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_disks(config: Config, run: jzero.Run) -> None:

@@ -19,12 +19,27 @@ def describe(config: Config, run: Run) -> list[str]:
         + ", ".join(f"{name} {size(n)}" for name, n in at_rest.items() if n)
         + f"; gradients add {size(run.grads_bytes())} during a step",
     ]
+    lines += _elsewhere(run)
     lines.append(_describe_optimizer(config, run))
     if run.whole:
         total = sum(leaf.nbytes for leaf in run.whole)
         lines.append(f"whole on every device: {len(run.whole)} leaves, {size(total)} of parameters")
         lines += [f"  {leaf.path} {tuple(leaf.shape)} {leaf.nbytes:,} bytes: {leaf.reason}" for leaf in run.whole]
     return [*lines, *(f"note: {note}" for note in run.notes)]
+
+
+def _elsewhere(run: Run) -> list[str]:
+    """What rests outside of the device, a line for each tier."""
+    rest = run.tier_bytes()
+    lines = []
+    for tier, words in (("host", "host memory"), ("nvme", "files")):
+        found = {name: tiers[tier] for name, tiers in rest.items() if tiers.get(tier)}
+        if found:
+            parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in found.items())
+            total = sum(found.values())
+            here = f"{size(total * jax.local_device_count())} for the devices of a process"
+            lines.append(f"at rest in {words}, of each device: {size(total)}, of which {parts}; {here}")
+    return lines
 
 
 def _describe_optimizer(config: Config, run: Run) -> str:

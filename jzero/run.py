@@ -199,6 +199,13 @@ class Run:
         """Parameters, trained and frozen, that rest in host memory; of absent devices no sharding says so."""
         return frozenset(path for path, to in self._gradients.layouts.items() if to.memory)
 
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned host memory at rest, of one device's part: what its copies read and write there."""
+        rest = self.tier_bytes()
+        params = sum(rest[name].get("host", 0) for name in ("params", "frozen"))
+        groups = self.stream.groups if self.stream else ()
+        return params + sum(group.device_bytes for group in groups if group.tier.name == "host")
+
     @property
     def stream(self) -> Stream | None:
         """The groups in which the optimizer runs; None where a step is one program."""

@@ -8,6 +8,7 @@ written; 75, another process or a device was lost, and another start may go on; 
 ended it.
 """
 
+import os
 import signal
 import sys
 import traceback
@@ -17,7 +18,7 @@ from pathlib import Path
 import jax
 
 import jzero
-from jzero import compile_cache, data, distributed, ending, together, watch
+from jzero import compile_cache, data, distributed, ending, host_memory, together, watch
 from jzero.build import check_disks, check_memory, make_batches, make_run, open_data
 from jzero.checkpoint import quiet
 from jzero.config import Config, ConfigError, load, profile_steps, resolve, values_of
@@ -85,6 +86,7 @@ def train(config: Config, stop: Stop) -> int:
         Interrupted: a signal came while data was tokenized.
     """
     # Processes and devices.
+    host_memory.raise_limit(os.environ, host_memory.machine_bytes())
     distributed.start_cpu_devices(distributed.start(**config.distributed.model_dump()))
     devices, hosts = together.devices_by_host()
 

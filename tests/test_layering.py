@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "jzero"
 
 # A file imports only from strictly lower rows; "" is the package itself, which gathers the public names.
 ROWS = [
-    {"ending", "gpus", "hlo_shapes"},
+    {"ending", "gpus", "hlo_shapes", "host_memory"},
     {"hlo_text"},
     {
         "mesh",

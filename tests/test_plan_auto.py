@@ -79,7 +79,13 @@ def test_few_sizes_are_compiled():
 
 def test_one_device_shards_nothing():
     names = [auto.name_of(config) for config in auto.ladder(config_of(), 1)]
-    assert names == ["stage 0, remat none", "stage 0, remat dots", "stage 0, remat full"]
+    assert names == [
+        "stage 0, remat none",
+        "stage 0, remat dots",
+        "stage 0, remat full",
+        "stage 0, remat full, optimizer on the host",
+        "stage 0, remat full, optimizer on the host, params on the host",
+    ]
 
 
 def test_what_fits_nowhere_says_by_how_much_and_what_would():
@@ -107,3 +113,33 @@ def test_training_says_what_it_has_chosen(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "stage 1, remat none, micro_batch" in done.stdout
     assert "stage: 1\n" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+class WithAHost(Compiler):
+    """Off the device goes half of the states with the optimizer, and nearly all with the parameters."""
+
+    def __call__(self, config):
+        plan = super().__call__(config)
+        away = {("host", "none"): 10, ("host", "host"): 18}.get((config.offload.optimizer, config.offload.params), 0)
+        memory = dataclasses.replace(
+            plan.memory, peak_bytes=plan.memory.peak_bytes - away * GB, host_bytes_per_machine=8 * away * GB
+        )
+        return dataclasses.replace(plan, memory=memory)
+
+
+@pytest.mark.parametrize(("capacity", "params"), [(15, "none"), (5, "host")])
+def test_offload_comes_last_the_optimizer_before_the_parameters(capacity, params):
+    choice = auto.choose(config_of(batch_size=8), 8, WithAHost(capacity * GB))
+    offload = choice.config.offload
+    assert (choice.config.model.remat, offload.optimizer, offload.params) == ("full", "host", params)
+    assert "optimizer on the host" in choice.lines[-1]
+
+
+def test_what_the_machine_has_no_memory_for_is_passed_over():
+    with pytest.raises(ConfigError, match=r"optimizer on the host: 30\.00 GB of host memory missing"):
+        auto.choose(config_of(batch_size=8), 8, WithAHost(15 * GB), host_bytes=50 * GB)
+
+
+def test_offload_that_the_user_has_set_stays():
+    config = config_of(offload={"optimizer": "device"})
+    assert {kind.offload.optimizer for kind in auto.ladder(config, 8)} == {"device"}

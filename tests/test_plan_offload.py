@@ -176,3 +176,10 @@ def test_what_does_not_hide_behind_its_part_of_the_step_is_waited_for():
     assert slowed(time, files, gpu, 0)[1].step_s == pytest.approx(3.0 + 3.0), "8 devices share the disks"
     by_host = Offloading((Moved("gradients", "update", 0, 10**9),), 10**10, 1)
     assert slowed(time, by_host, gpu, 0)[1].step_s == pytest.approx(3.0 + 0.25), "30 bytes an element"
+
+
+def test_a_state_updated_on_the_device_is_pinned_and_one_updated_by_the_host_is_not():
+    tiers = run_of(optimizer="host", params="host").tier_bytes()
+    assert run_of(optimizer="host", params="host").pinned_bytes() == sum(x.get("host", 0) for x in tiers.values())
+    assert run_of(optimizer="host", update="cpu").pinned_bytes() == 0
+    assert run_of().pinned_bytes() == 0

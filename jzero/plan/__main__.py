@@ -10,6 +10,7 @@ the input was wrong or nothing fits.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import jax
 import pydantic
 from tqdm import tqdm
 
-from jzero import compile_cache, distributed, mesh, targets
+from jzero import compile_cache, distributed, host_memory, mesh, targets
 from jzero.config import Config, ConfigError, load_with
 from jzero.ending import failed
 from jzero.plan import Plan, auto, formula_command, kept, plots, text
@@ -76,7 +77,10 @@ def answer(config: Config, own: dict[str, Any]) -> str:
     def made_of(one: Config) -> Plan:
         return made([one])[0]
 
-    chosen = [_chosen(each, device_count(each, gpu, own.get("devices")), made_of, margin) for each in configs]
+    host_bytes = None if gpu else host_memory.machine_bytes()
+    chosen = [
+        _chosen(each, device_count(each, gpu, own.get("devices")), made_of, margin, host_bytes) for each in configs
+    ]
     lines, found = [line for said, _ in chosen for line in said], made([each for _, each in chosen])
     if "plot" in own:
         plots.save(own["plot"], found, margin)
@@ -108,11 +112,11 @@ def as_json(plan: Plan, margin: float, config: Config, lines: Sequence[str]) -> 
 
 
 def _chosen(
-    config: Config, count: int, made_of: Callable[[Config], Plan], margin: float
+    config: Config, count: int, made_of: Callable[[Config], Plan], margin: float, host_bytes: int | None
 ) -> tuple[tuple[str, ...], Config]:
     if config.stage != "auto":
         return (), config
-    choice = auto.choose(config, count, made_of, margin)
+    choice = auto.choose(config, count, made_of, margin, host_bytes)
     return choice.lines, choice.config
 
 
@@ -136,6 +140,8 @@ def start_devices(target: str, configs: Sequence[Config], devices: int | None) -
     """
     if target != HERE:
         jax.config.update("jax_platforms", "cpu")  # a GPU that is here is left alone
+    else:
+        host_memory.raise_limit(os.environ, host_memory.machine_bytes())
     if target not in (HERE, CPU):
         return targets.parse(target)
     try:

@@ -3,8 +3,9 @@
 Settings are tried in the order of what they cost in time.  Stages 0 and 1 send once per step, stage 2 once per
 microbatch, stage 3 three times per microbatch, or twice if it keeps what it has gathered; then rematerialisation takes
 up to a third more arithmetic.  For a mesh of one data-parallel device there is nothing to shard, and stage 0 is all
-there is.  A step of a setting is compiled for its microbatch of one row first; what does not fit then is rejected, with
-the bytes that were missing.
+there is.  Last comes what PCIe slows down: the optimizer's state in host memory, then the parameters there, too; only
+where `offload` is left at its defaults, and as far as the machine is known to have the memory.  A step of a setting is
+compiled for its microbatch of one row first; what does not fit then is rejected, with the bytes that were missing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,8 @@ from typing import Any
 import jax
 
 import jzero
+from jzero import host_memory, watch
 from jzero import mesh as meshes
-from jzero import watch
 from jzero.build import make_run
 from jzero.config import Config, ConfigError, resolve
 from jzero.plan.fit import remedies
@@ -31,7 +32,7 @@ class Choice:
     """What `choose` has found.
 
     Attributes:
-        config: with stage, microbatch, `zero.regather` and `model.remat` as chosen.
+        config: with stage, microbatch, `zero.regather`, `model.remat` and `offload` as chosen.
         plan: of that.
         lines: what was rejected, and for how many bytes, and what was taken.
     """
@@ -46,6 +47,7 @@ def choose(
     device_count: int,
     plan_of: Callable[[Config], Plan],
     margin: float = MARGIN,
+    host_bytes: int | None = None,
 ) -> Choice:
     """The cheapest setting of `config` that fits.
 
@@ -54,6 +56,7 @@ def choose(
         device_count: devices of the mesh.
         plan_of: of a setting with its stage and microbatch named; called as often as it takes.
         margin: part of a device's memory that is to stay free.
+        host_bytes: memory of a machine; None where nobody tells.
 
     Raises:
         ConfigError: nothing fits; says by how much, and what would.
@@ -69,12 +72,22 @@ def choose(
     lines: list[str] = []
     plan: Plan | None = None
     for kind in ladder(config, data_parallel):
-        plan = plan_of(sized(kind, rows[0]))
+        try:
+            plan = plan_of(sized(kind, rows[0]))
+        except ConfigError as error:
+            if kind.offload == config.offload:
+                raise
+            lines.append(f"{name_of(kind)}: {error}")
+            continue
         capacity = plan.capacity_bytes
         if capacity is None:
             raise ConfigError("stage = auto: nobody tells how much memory a device has; name a stage, or a --target")
         if (missing := plan.missing_bytes(margin)) > 0:
             lines.append(f"{name_of(kind)}: {missing / 1e9:,.2f} GB missing at a microbatch of {rows[0]}")
+            continue
+        if host_bytes is not None and plan.memory.host_bytes_per_machine > host_bytes:
+            lacking = plan.memory.host_bytes_per_machine - host_bytes
+            lines.append(f"{name_of(kind)}: {lacking / 1e9:,.2f} GB of host memory missing")
             continue
         count, plan = _largest(lambda n, kind=kind: plan_of(sized(kind, n)), rows, plan, margin)
         lines.append(
@@ -102,7 +115,12 @@ def settled(config: Config, devices: Sequence[Any], hosts: Sequence[str]) -> tup
         one = resolve(one, len(devices), jax.default_backend(), hosts)
         return of(make_run(one, jzero.make_mesh(one.mesh, devices)), capacity_bytes=limit)
 
-    choice = choose(config.model_copy(update={"batch_size": config.batch_size}), len(devices), plan_of)
+    choice = choose(
+        config.model_copy(update={"batch_size": config.batch_size}),
+        len(devices),
+        plan_of,
+        host_bytes=host_memory.machine_bytes(),
+    )
     return choice.config, choice.lines
 
 
@@ -122,10 +140,13 @@ def ladder(config: Config, data_parallel: int) -> Iterator[Config]:
 
     more = _REMAT[_REMAT.index(config.model.remat) + 1 :]
     if data_parallel == 1:
-        yield from (kind(0), *(kind(0, remat=remat) for remat in more))
-        return
-    yield from (kind(1), kind(2), kind(3, regather=False), kind(3))
-    yield from (kind(3, remat=remat) for remat in more)
+        kinds = [kind(0), *(kind(0, remat=remat) for remat in more)]
+    else:
+        kinds = [kind(1), kind(2), kind(3, regather=False), kind(3), *(kind(3, remat=remat) for remat in more)]
+    yield from kinds
+    if config.offload == type(config.offload).defaults():
+        for where in ({"optimizer": "host"}, {"optimizer": "host", "params": "host"}):
+            yield kinds[-1].model_copy(update={"offload": config.offload.model_copy(update=where)})
 
 
 def rows_that_divide(config: Config, data_parallel: int) -> tuple[int, ...]:
@@ -149,7 +170,8 @@ def rows_that_divide(config: Config, data_parallel: int) -> tuple[int, ...]:
 def name_of(config: Config) -> str:
     """A setting of the ladder, in words."""
     words = [f"stage {config.stage}", *([] if config.zero.regather else ["kept gathered"])]
-    return ", ".join([*words, f"remat {config.model.remat}"])
+    elsewhere = [f"{key} on the host" for key in ("optimizer", "params") if getattr(config.offload, key) == "host"]
+    return ", ".join([*words, f"remat {config.model.remat}", *elsewhere])
 
 
 def _largest(plan_of: Callable[[int], Plan], rows: Sequence[int], smallest: Plan, margin: float) -> tuple[int, Plan]:

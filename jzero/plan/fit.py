@@ -7,6 +7,8 @@ from jzero.mesh import TP
 from jzero.plan.report import Plan
 from jzero.zero import STAGES
 
+_OPTIMIZER = ("master", "m", "v", "other optimizer state")
+
 
 def remedies(plan: Plan, margin: float) -> str:
     """In words; more devices help as far as what they share is what takes the room.
@@ -20,6 +22,11 @@ def remedies(plan: Plan, margin: float) -> str:
     fixed = memory.peak_bytes - shared
     data_parallel = plan.devices // plan.mesh.get(TP, 1)
     words: list[str] = []
+    state = sum(memory.bytes_of(name) for name in _OPTIMIZER)
+    if state > 0.05 * memory.peak_bytes:
+        words.append("offload.optimizer host")
+    if memory.bytes_of("parameters") > 0.05 * memory.peak_bytes:
+        words.append("offload.params host")
     if plan.stage < max(STAGES) and data_parallel > 1:
         words.append("a higher stage")
     elif usable > fixed > 0:
