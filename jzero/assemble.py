@@ -27,6 +27,7 @@ from jzero.host_grads import grads_on_host
 from jzero.host_params import on_host
 from jzero.look import Seen, look
 from jzero.mesh import TP, as_mesh, batch_sharding
+from jzero.offload.averages import averages_at_rest
 from jzero.offload.setup import streamed
 from jzero.optim import with_master
 from jzero.pace import Pace
@@ -34,7 +35,7 @@ from jzero.placement import Offload
 from jzero.precision import Precision
 from jzero.probe import LossFn, hoisted, notes
 from jzero.run import Run, Specs
-from jzero.step import TrainState, at_rest, evaluate_step, init_state
+from jzero.step import TrainState, evaluate_step, init_state
 from jzero.zero import Layout, Path, Zero, data_part
 
 _AS_MADE = Precision()
@@ -127,6 +128,8 @@ def setup(
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, device_dtype(x), sharding=rows), batch)
     make_driver = functools.partial(streamed, offload) if offload.in_groups else at_once
     driver = make_driver(optimizer, gradients, limit, state, batch, born, compiler_options)
+    if driver.opt_state is not None:
+        state = dataclasses.replace(state, opt_state=driver.opt_state)
     evaluate = functools.partial(evaluate_step, gradients, mesh)
     without_optimizer = dataclasses.replace(shardings, opt_state=())
     run = Run(
@@ -149,7 +152,7 @@ def setup(
         _evaluate=jax.jit(
             evaluate, static_argnums=2, in_shardings=(without_optimizer, rows), compiler_options=compiler_options
         ),
-        _average_at_rest=jax.jit(functools.partial(at_rest, gradients, mesh, dtypes), out_shardings=shardings.params),
+        _average_at_rest=averages_at_rest(gradients, mesh, dtypes, shardings.params),
         _elsewhere_bytes=driver.elsewhere_bytes,
         _pace=Pace(mesh),
     )

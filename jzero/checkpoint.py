@@ -24,8 +24,9 @@ from typing import Any, Self
 import jax
 import orbax.checkpoint as ocp
 
-from jzero import reader, seal, step_dirs, stored, together
+from jzero import piecewise, reader, seal, step_dirs, stored, together
 from jzero.checksums import checksums
+from jzero.offload import at_rest
 from jzero.pace import in_turn
 from jzero.reader import CHUNK_BYTES
 from jzero.run import check_alive
@@ -71,6 +72,7 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self._keep = keep
         self._writer: Writer | None = None
+        self._in_pieces = False  # what the writer takes
         self._writing: tuple[int, dict[str, jax.Array]] | None = None
         self._ours: int | None = None  # the newest step that this run began from or has written
 
@@ -103,6 +105,9 @@ class Checkpoints:
     def save(self, step: int, state: TrainState, about: Mapping[str, Any] | None = None) -> None:
         """Begins to write a step and returns; the state may be used, and donated, at once.
 
+        A state of which something rests outside of the device is written when this returns: it is read from where it
+        rests, which the next step overwrites, and there is no room for another one.
+
         Waits for the step before, if that is not written yet.  Steps after the one that the run went back to are set
         aside.
 
@@ -113,7 +118,8 @@ class Checkpoints:
 
         Raises:
             ValueError: no number of a step, or a state that an earlier step has used up.
-            CheckpointError: this save cannot begin, or the one before has failed, in this process or in another.
+            CheckpointError: this save cannot begin, or the one before has failed, in this process or in another; or
+                this one, where it waits.
             ProcessError: another process cannot begin.
         """
         _check_number(step)
@@ -125,13 +131,12 @@ class Checkpoints:
         with together.agreed():
             if together.is_first():
                 self._make_room(step)
-        if self._writer is None:
-            # Weights compress by a tenth, and compressing is slower than a disk.
-            states = ocp.PyTreeCheckpointHandler(use_compression=False)
-            self._writer = Writer(
-                ocp.CompositeCheckpointHandler(state=states, about=ocp.JsonCheckpointHandler()), self._seal
-            )
-        self._writing = step, in_turn(checksums(arrays))
+        away = [name for name, x in arrays.items() if at_rest.rests_on_host(x)]
+        arrays |= {name: piecewise.Leaf(name, at_rest.in_pieces(arrays[name])) for name in away}
+        if self._writer is None or self._in_pieces != bool(away):
+            self._make_writer(in_pieces=bool(away))
+        assert self._writer is not None
+        self._writing = step, in_turn(checksums({name: x for name, x in arrays.items() if name not in away}))
         args = ocp.args.Composite(
             state=ocp.args.PyTreeSave(  # pyright: ignore[reportCallIssue] (dataclasses made by a decorator)
                 arrays, save_args={name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays}
@@ -140,6 +145,8 @@ class Checkpoints:
         )
         with self._failing():
             self._writer.save(self.directory / str(step), args)
+        if away:
+            self.wait()
 
     def wait(self) -> None:
         """Waits until the step that is being written is complete, and removes the steps that are no longer kept.
@@ -170,8 +177,11 @@ class Checkpoints:
     def restore(self, abstract_state: TrainState, step: int | None = None) -> Restored:
         """Reads a step straight into the shardings of `abstract_state`, whatever mesh and stage it was saved on.
 
+        What is to rest outside of the device is brought there piece by piece; in files it takes the place of any other
+        state of that run.
+
         Args:
-            abstract_state: `run.abstract_state`.
+            abstract_state: `run.abstract_state`, which says where everything rests.
             step: None for the newest that is whole.
 
         Raises:
@@ -242,6 +252,15 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(f"{self.directory}: {reason(error)}") from error
 
+    def _make_writer(self, *, in_pieces: bool) -> None:
+        """A writer of states of which something is in pieces, or nothing; an earlier one has nothing left to do."""
+        self._drop_writer()
+        types = {"type_handler_registry": piecewise.registry()} if in_pieces else {}
+        # Weights compress by a tenth, and compressing is slower than a disk.
+        states = ocp.PyTreeCheckpointHandler(use_compression=False, **types)
+        handler = ocp.CompositeCheckpointHandler(state=states, about=ocp.JsonCheckpointHandler())
+        self._writer, self._in_pieces = Writer(handler, self._seal), in_pieces
+
     def _drop_writer(self) -> None:
         """Ends its threads; a next one finds whatever this one leaves."""
         writer, self._writer = self._writer, None
@@ -256,7 +275,8 @@ class Checkpoints:
         (unfinished,) = (
             path for path in self.directory.glob(f"{step}{step_dirs.UNFINISHED}*") if step_dirs.GONE not in path.name
         )
-        seal.write(unfinished, {name: int(x) for name, x in jax.device_get(sums).items()})
+        of_arrays = {name: int(x) for name, x in jax.device_get(sums).items()}
+        seal.write(unfinished, of_arrays | piecewise.written_sums(unfinished / "state"))
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:

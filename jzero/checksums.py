@@ -11,7 +11,7 @@ would otherwise make the mixed words of all arrays first: the whole state once m
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,29 @@ def checksums(leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     return _over(mesh, specs)(dict(leaves))
 
 
+def of_box(x: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
+    """What a box of an array adds to the array's checksum; computed on the host, in its pass over the box.
+
+    Args:
+        x: the box.
+        start: where in the array it begins, and shape: of the array.
+    """
+    strides = _strides(x.dtype, shape)
+    place = sum(first * stride for first, stride in zip(start, strides, strict=True))
+    (device, *_) = jax.local_devices(backend="cpu")
+    return int(_of_box(tuple(strides))(jax.device_put(x, device), _word(place)))
+
+
+@functools.lru_cache(maxsize=256)  # shapes of arrays
+def _of_box(strides: tuple[int, ...]) -> Any:
+    return jax.jit(lambda x, start: _in_pieces(x, start, list(strides)))
+
+
+def total(parts: Iterable[int]) -> int:
+    """The checksum of an array from what its boxes add to it."""
+    return sum(parts) % 2**32
+
+
 @functools.lru_cache(maxsize=8)  # runs of one process
 def _over(mesh: Mesh, specs: tuple[tuple[str, P, tuple[int, ...]], ...]) -> Any:
     """Checksums of arrays that lie on a mesh: the jitted function."""
@@ -56,8 +79,7 @@ def _over(mesh: Mesh, specs: tuple[tuple[str, P, tuple[int, ...]], ...]) -> Any:
 
 def _of_shard(x: jax.Array, spec: P, shape: tuple[int, ...], mesh: Mesh) -> jax.Array:
     """What the shard of this device contributes; where shards are copies, the first does."""
-    words = max(1, x.dtype.itemsize // 4)
-    strides = [words * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    strides = _strides(x.dtype, shape)
     axes = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry]
     starts = [
         lax.axis_index(entry).astype(jnp.uint32) * _word(size) * _word(stride)
@@ -67,6 +89,12 @@ def _of_shard(x: jax.Array, spec: P, shape: tuple[int, ...], mesh: Mesh) -> jax.
     copied = [axis for axis in mesh.axis_names if axis not in {name for entry in axes for name in entry}]
     first = lax.axis_index(tuple(copied)) == 0 if copied else True
     return jnp.where(first, _in_pieces(x, sum(starts, np.uint32(0)), strides), np.uint32(0))
+
+
+def _strides(dtype: Any, shape: Sequence[int]) -> list[int]:
+    """Words from one index of each dim to the next."""
+    words = max(1, dtype.itemsize // 4)
+    return [words * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 def _in_pieces(x: jax.Array, start: Any, strides: list[int]) -> jax.Array:

@@ -24,6 +24,7 @@ class Driver:
         programs: by name, each jitted program of a step with abstract arguments.
         elsewhere_bytes: of optimizer state at rest outside of the device, of one device, by tier.
         file_bytes: of the files of this process.
+        opt_state: abstract, where it rests in pieces; None where all of it is whole arrays.
     """
 
     init: Callable[[], TrainState]
@@ -31,6 +32,7 @@ class Driver:
     programs: Mapping[str, tuple[Any, tuple[Any, ...]]]
     elsewhere_bytes: Mapping[str, int] = field(default_factory=dict)
     file_bytes: int = 0
+    opt_state: Any = None
 
 
 def at_once(

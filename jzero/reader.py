@@ -3,15 +3,17 @@
 import errno
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
 
-from jzero import seal, stored, together
-from jzero.checksums import checksums
+from jzero import piecewise, seal, stored, together
+from jzero.block_files import TierError
+from jzero.checksums import checksums, total
+from jzero.offload import at_rest
 from jzero.pace import in_turn
 from jzero.step import TrainState
 from jzero.stored import CheckpointError, DamagedError, MismatchError
@@ -44,17 +46,20 @@ def read(path: Path, abstract_state: TrainState) -> tuple[TrainState, str]:
         found = stored.sources(held, wanted)
     except MismatchError as error:
         raise MismatchError(f"{path}: {error}") from None
+    on_host = {name: at_rest.in_pieces(x) for name, x in wanted.items() if at_rest.rests_on_host(x)}
     # Each stored array once, in the sharding of the first leaf that comes from it, and in the dtype that it has.
-    first = {source: name for name, source in reversed(found.items())}
+    first = {source: name for name, source in reversed(found.items()) if name not in on_host}
     targets = {
         source: jax.ShapeDtypeStruct(held[source].shape, held[source].dtype, sharding=wanted[name].sharding)
         for source, name in first.items()
     }
     arrays = by_all(lambda: _arrays(path / "state", targets), "state")
     for name, found_sum in jax.device_get(checksums(arrays)).items():
-        if int(found_sum) != sums.get(name):
-            raise DamagedError(f"{name!r} is not what was saved")
-    leaves = {name: _as(arrays[source], wanted[name]) for name, source in found.items()}
+        _check_sum(name, int(found_sum), sums)
+    leaves = {name: _as(arrays[source], wanted[name]) for name, source in found.items() if name not in on_host}
+    del arrays
+    leaves |= _pieces(path / "state", held, {name: (found[name], x) for name, x in on_host.items()}, sums)
+    leaves |= {name: at_rest.as_wanted(leaves[name], wanted[name]) for name in on_host}
     changed = [name for name, source in found.items() if held[source].dtype != wanted[name].dtype]
     text = f"{len(changed)} leaves converted, such as {changed[0]!r}" if changed else ""
     return stored.restored(abstract_state, leaves), text
@@ -102,7 +107,7 @@ def by_all(read: Callable[[], _T], what: str = "") -> _T:
 def _is_of_the_machine(error: BaseException | None) -> bool:
     if error is None:
         return False
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _NOT_THE_FILES):
+    if isinstance(error, MemoryError | TierError) or (isinstance(error, OSError) and error.errno in _NOT_THE_FILES):
         return True
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         return True
@@ -125,6 +130,24 @@ def _arrays(path: Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, j
     limit = max(_IN_PASSING_BYTES, largest + CHUNK_BYTES)
     reader = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit / 1e9)  # pyright: ignore[reportArgumentType]
     return reader.restore(path, args=args)  # pyright: ignore[reportArgumentType]
+
+
+def _pieces(
+    path: Path, held: dict[str, Any], targets: dict[str, tuple[str, Any]], sums: Mapping[str, int]
+) -> dict[str, Any]:
+    """What rests on the host, checked."""
+    if not targets:
+        return {}
+    pieces, mine = by_all(lambda: piecewise.restore(path, held, targets), "state")
+    of_all = [json.loads(text) for text in together.gather_texts(json.dumps(mine))]
+    for name, (source, _) in mine.items():
+        _check_sum(source, total(found[name][1] for found in of_all), sums)
+    return dict(pieces)
+
+
+def _check_sum(name: str, found: int, sums: Mapping[str, int]) -> None:
+    if found != sums.get(name):
+        raise DamagedError(f"{name!r} is not what was saved")
 
 
 def _as(x: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:

@@ -23,7 +23,7 @@ from jzero.stored import CheckpointError, MismatchError
 
 # Keys, and sections with a dot behind them.
 _CHANGES_NOTHING = (
-    *("stage", "mesh", "micro_batch", "zero.", "comm.", "log.", "checkpoint.", "run.", "distributed."),
+    *("stage", "mesh", "micro_batch", "zero.", "comm.", "offload.", "log.", "checkpoint.", "run.", "distributed."),
     *("data.prefetch", "data.eval_batches", "model.preset", "model.remat", "model.attention"),
 )
 _IS_SAID = ("model.dropout", "data.path", "data.glob", "data.tokenizer")  # fingerprints guard the data

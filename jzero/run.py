@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jzero.gradients import Gradients, rows_per_device
 from jzero.mesh import batch_sharding, data_size, process_rows
+from jzero.offload.files import Stored
 from jzero.offload.stream import Stream
 from jzero.optim import average_of
 from jzero.pace import Pace
@@ -37,7 +38,8 @@ class Run:
     Attributes:
         mesh: (node, dp, tp).
         specs: of everything at rest.
-        abstract_state: the train state as ShapeDtypeStructs with their shardings.
+        abstract_state: the train state as ShapeDtypeStructs with their shardings; what is to rest in pieces outside of
+            the device knows where (`offload.pieces.AbstractPieces`).
         whole: the parameters that the stage would shard and could not, each with the reason.
         notes: what a user should know of how this model runs.
         micro_batches: forward-backward passes per step.
@@ -252,10 +254,14 @@ def check_alive(state: TrainState) -> None:
     """Refuses a train state of which part was donated.
 
     Raises:
-        ValueError: an earlier step has used it up.
+        ValueError: an earlier step has used it up, or in files another state took its place.
     """
+    leaves = jax.tree.leaves(state)
+    for x in leaves:
+        if isinstance(x, Stored):
+            x.check()
     # Not left to JAX: version 0.10 crashes on the second use of a donated array.
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
         raise ValueError(
             "part of this train state was given to an earlier step, which reused its memory: use what step returned"
         )

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from jzero.offload import at_rest
+from jzero.offload.pieces import AbstractPieces, is_pieces
 from jzero.optim import WithMaster
 from jzero.step import TrainState
 
@@ -43,8 +45,8 @@ class MismatchError(CheckpointError):
 
 
 def leaves(state: TrainState) -> dict[str, Any]:
-    """Name -> array as it is stored, of a train state or of an abstract one."""
-    paths, _ = tree_flatten_with_path(_document(state))
+    """Name -> array as it is stored, of a train state or of an abstract one; what rests in pieces is `Pieces`."""
+    paths, _ = tree_flatten_with_path(_document(state), is_leaf=is_pieces)
     return {_name(path): _data(x) for path, x in paths if x.size}
 
 
@@ -72,7 +74,7 @@ def sources(held: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, str
     return found
 
 
-def restored(state: TrainState, arrays: Mapping[str, jax.Array]) -> TrainState:
+def restored(state: TrainState, arrays: Mapping[str, Any]) -> TrainState:
     """The train state that `arrays` make up.
 
     Args:
@@ -103,7 +105,9 @@ def _name(path: Any) -> str:
     return "/".join(key.replace("%", "%25").replace("/", "%2F") for key in keys)
 
 
-def _empty(x: Any) -> jax.Array:
+def _empty(x: Any) -> Any:
+    if isinstance(x, AbstractPieces):
+        return at_rest.empty(x)
     return jax.jit(lambda: jnp.zeros(x.shape, x.dtype), out_shardings=x.sharding)()
 
 

@@ -58,6 +58,14 @@ class Stored:
     place: Place
     version: int
 
+    def check(self) -> None:
+        """Holds the blocks to be of this version.
+
+        Raises:
+            ValueError: they are of a later one.
+        """
+        self.tier.check(self)
+
     def __repr__(self) -> str:
         """Which blocks."""
         return f"Stored({', '.join(self.place.blocks)})"
@@ -109,12 +117,20 @@ class InFiles:
             TierError: as the files say; the returned function raises it as well.
         """
         for part in parts:
-            if part.version != self._versions.get(part.place.blocks):
-                raise ValueError(
-                    f"the optimizer state in {', '.join(self._directories)} was overwritten by a later step, or by a "
-                    f"newer state of this run: use what step returned, and one state at a time"
-                )
+            self.check(part)
         return self._incoming.submit(self._read, group).result
+
+    def check(self, part: Stored) -> None:
+        """Holds a piece to be what its blocks have.
+
+        Raises:
+            ValueError: they have been written again since.
+        """
+        if part.version != self._versions.get(part.place.blocks):
+            raise ValueError(
+                f"the optimizer state in {', '.join(self._directories)} was overwritten by a later step, or by a "
+                f"newer state of this run: use what step returned, and one state at a time"
+            )
 
     def store(self, group: int, arrays: Sequence[Any]) -> tuple[list[Any], Left]:
         """Begins to write.
@@ -125,9 +141,27 @@ class InFiles:
         places = self._groups[group]
         with self._lock:
             for place in places:
-                self._versions[place.blocks] = self._versions.get(place.blocks, 0) + 1
+                self._next_version(place)
         done: Future[None] = self._outgoing.submit(self._write, group, list(arrays))
         return [Stored(self, place, self._versions[place.blocks]) for place in places], done.result
+
+    def fill(self, group: int, number: int, piece: Cut, whole: Any, shards: Sequence[np.ndarray]) -> Stored:  # noqa: ARG002
+        """Writes a piece from a checkpoint, and waits until it is written; a state that had it is used up.
+
+        Raises:
+            TierError: as the files say.
+        """
+        place, files = self._groups[group][number], self._opened()
+        with self._lock:
+            version = self._next_version(place)
+        whole_blocks = [np.ascontiguousarray(shard) for shard in shards]
+        for done in [files.write(name, data) for name, data in zip(place.blocks, whole_blocks, strict=True)]:
+            done.result()
+        return Stored(self, place, version)
+
+    def _next_version(self, place: Place) -> int:
+        self._versions[place.blocks] = self._versions.get(place.blocks, 0) + 1
+        return self._versions[place.blocks]
 
     def read(self, place: Place) -> list[np.ndarray]:
         """The shards of a piece, for a checkpoint; memory of their own."""

@@ -1,11 +1,12 @@
 """An array of the train state that rests in pieces, outside of the device."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -64,6 +65,30 @@ class Pieces:
         return self.whole.sharding
 
 
+class AbstractPieces(jax.ShapeDtypeStruct):
+    """An array that is to rest in pieces, abstract: whole to whoever asks for shape, dtype or sharding.
+
+    Attributes:
+        cuts: as of `Pieces`.
+        fills: for each piece, the function (shards of this process as host arrays, in the order of `regions`) -> the
+            piece at rest.
+    """
+
+    __slots__ = ("cuts", "fills")
+
+    def __init__(
+        self, whole: jax.ShapeDtypeStruct, cuts: Sequence[Cut], fills: Sequence[Callable[[Sequence[np.ndarray]], Any]]
+    ) -> None:
+        """Of an array that is known, abstract."""
+        super().__init__(whole.shape, whole.dtype, sharding=whole.sharding)
+        self.cuts, self.fills = tuple(cuts), tuple(fills)
+
+    @property
+    def whole(self) -> jax.ShapeDtypeStruct:
+        """The array alone."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
+
+
 def is_pieces(x: Any) -> bool:
     """Whether a node of a tree is an array in pieces."""
     return isinstance(x, Pieces)
@@ -117,6 +142,23 @@ def regions(whole: jax.ShapeDtypeStruct, cut: Cut) -> Iterator[tuple[tuple[slice
         found.setdefault(box, []).append(device)
     for box, devices in found.items():
         yield tuple(slice(*ends) for ends in box), devices
+
+
+def first_holders(whole: jax.ShapeDtypeStruct) -> list[bool]:
+    """For each region of this process, in the order of `regions`, whether no earlier process holds it, too.
+
+    What is of the whole array, a file say, is made of these of all processes.
+    """
+    first: dict[tuple[int, ...], int] = {}
+    for device, index in whole.sharding.devices_indices_map(whole.shape).items():
+        start = _start(index)
+        first[start] = min(int(device.process_index or 0), first.get(start, jax.process_count()))
+    own = dict.fromkeys(map(_start, whole.sharding.addressable_devices_indices_map(whole.shape).values()))
+    return [first[start] == jax.process_index() for start in own]
+
+
+def _start(index: Any) -> tuple[int, ...]:
+    return tuple(part.start or 0 for part in index or ())
 
 
 def _manual(f: Any, mesh: Mesh, in_specs: Any, out_specs: Any) -> Any:

@@ -6,18 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jzero.driver import Driver, in_mesh
 from jzero.gradients import Gradients
 from jzero.offload.arriving import arrival, arrival_program
 from jzero.offload.born import new_state
+from jzero.offload.copies import Copies
 from jzero.offload.files import InFiles, Place, from_device, to_device
 from jzero.offload.grads_memory import Memory
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
 from jzero.offload.on_cpu import UpdatedOnCpu, from_chunks, to_chunks
 from jzero.offload.on_device import UpdatedOnDevice
-from jzero.offload.pieces import regions
+from jzero.offload.pieces import AbstractPieces, regions
 from jzero.offload.programs import (
     Kind,
     accumulated_gradients,
@@ -92,6 +94,7 @@ def streamed(
         programs={"gradients": first, **arrivals, **updates, **({"publish": last} if last else {})},
         elsewhere_bytes=_elsewhere_bytes(groups),
         file_bytes=max((group.tier.nbytes for group in groups if isinstance(group.tier, InFiles)), default=0),
+        opt_state=_at_rest(in_groups, groups),
     )
 
 
@@ -104,8 +107,10 @@ def _updater(offload: Offload, groups: InGroups, programs: Mapping[Kind, Any]) -
 
 def _tiers(offload: Offload, groups: InGroups, cuts: Sequence[tuple[Cut, ...]]) -> list[Tier]:
     """Where each group rests."""
-    in_memory = Stays("host") if offload.update == "cpu" else InHostMemory()
-    memory: dict[str, Tier] = {"none": Stays("device"), "device": Stays("device"), "host": in_memory}
+    on_cpu = offload.update == "cpu"
+    in_memory = Stays("host", _in_chunks) if on_cpu else InHostMemory()
+    on_device = Stays("device", _on_device)
+    memory: dict[str, Tier] = {"none": on_device, "device": on_device, "host": in_memory}
     if offload.optimizer in memory:
         return [memory[offload.optimizer]] * len(cuts)
     filled = itertools.accumulate(map(groups.nbytes, cuts))
@@ -116,7 +121,6 @@ def _tiers(offload: Offload, groups: InGroups, cuts: Sequence[tuple[Cut, ...]]) 
         for k, own in enumerate(cuts)
         if not stays[k]
     }
-    on_cpu = offload.update == "cpu"
     files = InFiles(
         offload.dir,
         f"optimizer state of process {jax.process_index()} of {jax.process_count()}",
@@ -125,6 +129,25 @@ def _tiers(offload: Offload, groups: InGroups, cuts: Sequence[tuple[Cut, ...]]) 
         from_chunks if on_cpu else from_device,
     )
     return [in_memory if stay else files for stay in stays]
+
+
+def _in_chunks(whole: Any, piece: Cut, shards: Sequence[np.ndarray]) -> Any:
+    return to_chunks(Place(whole, piece, ()), shards, Copies())
+
+
+def _on_device(whole: Any, piece: Cut, shards: Sequence[np.ndarray]) -> Any:
+    return jax.block_until_ready(to_device(Place(whole, piece, ()), shards, Copies()))
+
+
+def _at_rest(in_groups: InGroups, groups: Sequence[Group]) -> Any:
+    """The optimizer state, abstract, with where each piece of it rests."""
+    leaves, treedef = jax.tree.flatten(in_groups.opt_state)
+    found: dict[int, list[tuple[Cut, Any]]] = {}
+    for k, group in enumerate(groups):
+        for number, (i, cut) in enumerate(in_groups.cuts(group.cuts)):
+            found.setdefault(i, []).append((cut, functools.partial(group.tier.fill, k, number, cut, leaves[i])))
+    rest = [AbstractPieces(x, *zip(*found[i], strict=True)) if i in found else x for i, x in enumerate(leaves)]
+    return treedef.unflatten(rest)
 
 
 def _blocks(group: int, leaf: int, whole: Any, cut: Cut) -> tuple[str, ...]:

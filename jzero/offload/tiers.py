@@ -10,7 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from jzero.offload.groups import Cut
+from jzero.offload.pieces import piece_shape, regions
 
 Arrived = Callable[[], list[Any]]
 Left = Callable[[], None]
@@ -29,13 +33,30 @@ class Tier(Protocol):
         """Begins to bring what the update returned to rest."""
         ...
 
+    def fill(self, group: int, number: int, piece: Cut, whole: Any, shards: Sequence[np.ndarray]) -> Any:
+        """A piece at rest, from a checkpoint.
+
+        Args:
+            group, number: which piece of which group.
+            piece: of the array `whole`, abstract.
+            shards: of this process, each once, in the order of `pieces.regions`.
+        """
+        ...
+
+
+Make = Callable[[Any, Cut, Sequence[np.ndarray]], Any]  # (whole array, piece, shards) -> the piece
+
 
 class Stays:
     """Pieces rest where they are updated: nothing moves."""
 
-    def __init__(self, name: str) -> None:
-        """The tier that this is: "device", or "host" for an update on the CPU."""
-        self.name = name
+    def __init__(self, name: str, make: Make) -> None:
+        """The tier that this is: "device", or "host" for an update on the CPU.
+
+        Args:
+            make: a piece, as the update takes it.
+        """
+        self.name, self._make = name, make
 
     def fetch(self, group: int, parts: Sequence[Any]) -> Arrived:  # noqa: ARG002 (the same for all groups)
         """The pieces themselves."""
@@ -44,6 +65,10 @@ class Stays:
     def store(self, group: int, arrays: Sequence[Any]) -> tuple[list[Any], Left]:  # noqa: ARG002
         """The arrays themselves."""
         return list(arrays), lambda: None
+
+    def fill(self, group: int, number: int, piece: Cut, whole: Any, shards: Sequence[np.ndarray]) -> Any:  # noqa: ARG002
+        """As it is made for the update."""
+        return self._make(whole, piece, shards)
 
 
 class InHostMemory:
@@ -64,6 +89,21 @@ class InHostMemory:
             jax.block_until_ready(parts)
 
         return parts, wait
+
+    def fill(self, group: int, number: int, piece: Cut, whole: Any, shards: Sequence[np.ndarray]) -> Any:  # noqa: ARG002
+        """From host memory to host memory."""
+        return to_host(whole, piece, shards)
+
+
+def to_host(whole: Any, piece: Cut, shards: Sequence[np.ndarray]) -> jax.Array:
+    """A piece in pinned host memory, from its shards."""
+    arrays = [
+        jax.device_put(shard, SingleDeviceSharding(device, memory_kind="pinned_host"))
+        for shard, (_, devices) in zip(shards, regions(whole, piece), strict=True)
+        for device in devices
+    ]
+    sharding = of_kind(whole.sharding, "pinned_host")
+    return jax.make_array_from_single_device_arrays(piece_shape(whole, piece), sharding, arrays)
 
 
 def of_kind(sharding: Any, memory_kind: str) -> NamedSharding:
