@@ -1,13 +1,21 @@
 """The command line with the optimizer's state in host memory and in files, and what goes wrong with those."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
+import jax
 import pytest
 from tiny_run import TINY, batch_for_these_devices, fox_text
 
 import jzero
 from jzero import train
+from jzero.build import make_run
+from jzero.config import load, resolve
 from jzero.offload.files import InFiles
 
 
@@ -57,6 +65,55 @@ def test_files_that_are_deleted_while_it_trains_end_the_run(tmp_path, fox, capsy
     assert str(tmp_path / "disk") in err
     assert "go on from the last checkpoint" in err
     assert "Traceback" not in err
+
+
+KILLED_IN_A_GROUP = """
+import os, signal, sys
+from jzero import train
+from jzero.build import make_run
+from jzero.config import load, resolve
+from jzero.offload.files import InFiles
+store, calls = InFiles.store, []
+
+def until_killed(self, group, arrays):
+    calls.append(group)
+    if len(calls) == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return store(self, group, arrays)
+
+InFiles.store = until_killed
+sys.exit(train.main(sys.argv[2:]))
+"""
+
+
+def test_a_run_that_is_killed_between_two_groups_goes_on_from_its_last_checkpoint(tmp_path, fox):
+    """And so does one that goes on with the state elsewhere: in memory, or on the device."""
+    files = ["--offload.optimizer", "nvme", "--offload.dir", str(tmp_path / "disk"), "--offload.group_size", "4000"]
+    flags = [*fox, "--steps", "6", "--checkpoint.every", "2"]
+    _, expected = run(tmp_path, "whole", *flags, *files)
+    assert len(expected) == 6
+    groups = len(list(_groups(tmp_path, fox, files)))
+    killed = [*flags, *files, "--run.dir", str(tmp_path / "killed")]
+    in_step_5 = str(groups * 5 + groups // 2 + 1)  # each group is stored once at the start, then once a step
+    environment = {**os.environ, "PYTHONPATH": str(Path(jzero.__file__).parents[1])}
+    command = [sys.executable, "-c", KILLED_IN_A_GROUP, in_step_5, *killed]
+    assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode == -signal.SIGKILL
+    shutil.copytree(tmp_path / "killed", tmp_path / "on the device")
+    left = list((tmp_path / "disk").iterdir())
+    status, losses = run(tmp_path, "killed", *flags, *files)
+    assert (status, losses) == (0, expected)
+    assert left
+    assert not set(left) & set((tmp_path / "disk").iterdir())  # what the dead process left is removed
+    status, losses = run(tmp_path, "on the device", *flags)
+    assert status == 0
+    assert losses[:4] == expected[:4]
+    assert [row[0] for row in losses] == pytest.approx([row[0] for row in expected], rel=1e-5)
+
+
+def _groups(tmp_path, fox, files):
+    config = load([*fox, *files, "--run.dir", str(tmp_path / "none")])
+    config = resolve(config, jax.device_count(), "cpu")
+    return make_run(config, jzero.make_mesh(config.mesh)).stream.groups
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, fox, capsys, monkeypatch):
