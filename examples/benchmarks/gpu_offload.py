@@ -201,12 +201,13 @@ def run_of(size: Size, name: str, args: argparse.Namespace) -> Any:
         size.width, size.layers, size.heads, size.heads, size.mlp_width, size.vocab,
         remat="full", dtype="bfloat16", attention="xla",
     )  # fmt: skip
+    small: dict[str, Any] = {"min_param_bytes": 0} if args.tiny else {}
     tokens = jax.ShapeDtypeStruct((size.rows * args.micro_batches, size.seq_len + 1), jnp.int32)
     return jzero.setup(
         lambda: Decoder(config, rngs=nnx.Rngs(0)), next_token_loss, optax.adamw(3e-4, b2=0.95),
         jzero.make_mesh("dp=1", jax.devices()[:1]), {"tokens": tokens},
         stage=0, micro_batches=args.micro_batches, clip_norm=1.0,
-        precision=jzero.Precision(params="bfloat16"), offload=jzero.Offload(**OFFLOADS[name], **({"min_param_bytes": 0} if args.tiny else {})),
+        precision=jzero.Precision(params="bfloat16"), offload=jzero.Offload(**OFFLOADS[name] | small),
     )  # fmt: skip
 
 
