@@ -47,6 +47,7 @@ def new_state(
     for k, group in enumerate(groups):
         cuts = optimizer.cuts(group.cuts)
         if not known.keys() >= {i for i, _ in cuts}:
+            known = {}  # before the next ones are made
             numbers = [i for i, _ in cuts]
             make, places = with_leaves(numbers)
             program = jax.jit(lambda make=make: make().opt_state, out_shardings=places.opt_state)
