@@ -5,6 +5,7 @@ has left.  So what the optimizer keeps takes no more of the device than three gr
 """
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -158,7 +159,7 @@ class Stream:
         none = self.optimizer.numbers(None)
         before = after = Scalars([leaves[i] for i in none], found.loss, found.finite, {})
         last = {cut.path: k for k, group in enumerate(self.groups) for cut in group.cuts}
-        places = self._places()
+        places = self._places
         rest: list[list[Any]] = [[None] * len(getattr(leaf, "parts", ())) for leaf in leaves]
         leaving: deque[tuple[int, Left]] = deque()
 
@@ -197,6 +198,7 @@ class Stream:
         left()
         self.flow.ends(k)
 
+    @functools.cached_property
     def _places(self) -> list[list[tuple[int, int]]]:
         """(leaf, piece of it) of everything in each group, in the order of its cuts."""
         counted: dict[int, int] = {}
