@@ -286,11 +286,11 @@ class Checkpoints:
         except WriteError as error:
             assert self._writing is not None
             (step, _), self._writing = self._writing, None
+            self._drop_writer()  # before what it wrote: its threads make directories again
             if together.is_first():
                 for path in self.directory.glob(f"{step}{step_dirs.UNFINISHED}*"):
                     with contextlib.suppress(OSError):
                         step_dirs.clear(path)
-            self._drop_writer()
             steps = self.steps()
             newest = f"the newest complete one is {steps[-1]}" if steps else "there is no other"
             failed = CheckpointError(f"step {step} could not be written to {self.directory} ({error}); {newest}")

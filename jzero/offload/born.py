@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.driver import in_mesh
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
 from jzero.offload.pieces import Pieces, cut_out
@@ -19,7 +18,7 @@ from jzero.step import TrainState
 def new_state(
     optimizer: InGroups, groups: Sequence[Group], abstract: TrainState, born: Callable[[Optimizer], TrainState]
 ) -> TrainState:
-    """A new train state.
+    """A new train state; to be called in the optimizer's mesh.
 
     What the optimizer keeps for a parameter comes from that parameter as it is born, in float32, which is made again
     for it: at rest it may be rounded.
@@ -41,7 +40,7 @@ def new_state(
         return lambda: born(kept), replace(shardings, opt_state=[leaves[i].sharding for i in numbers])
 
     make, places = with_leaves(optimizer.numbers(None))
-    state = in_mesh(optimizer.mesh, jax.jit(make, out_shardings=places))()
+    state = jax.jit(make, out_shardings=places)()
     known: dict[int, Any] = {}
     parts: dict[int, list[tuple[Cut, Any]]] = {}
     for k, group in enumerate(groups):
@@ -51,7 +50,7 @@ def new_state(
             numbers = [i for i, _ in cuts]
             make, places = with_leaves(numbers)
             program = jax.jit(lambda make=make: make().opt_state, out_shardings=places.opt_state)
-            known = dict(zip(numbers, in_mesh(optimizer.mesh, program)(), strict=True))
+            known = dict(zip(numbers, program(), strict=True))
         pieces = group.updater.settle([_piece(known[i], cut) for i, cut in cuts])
         stored, left = group.tier.store(k, pieces)
         left()
