@@ -19,7 +19,7 @@ class Driver:
     """How a train state is made and goes on.
 
     Attributes:
-        init: () -> a new train state; to be called in the mesh.
+        init: () -> a new train state.
         step: (state, batch) -> (state, metrics); uses the state up.
         programs: by name, each jitted program of a step with abstract arguments.
         elsewhere_bytes: of optimizer state at rest outside of the device, of one device, by tier.
@@ -27,7 +27,7 @@ class Driver:
         opt_state: abstract, where it rests in pieces; None where all of it is whole arrays.
     """
 
-    init: Any
+    init: Callable[[], TrainState]
     step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
     programs: Mapping[str, tuple[Any, tuple[Any, ...]]]
     elsewhere_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -62,12 +62,13 @@ def at_once(
         compiler_options=options,
     )
     init = jax.jit(functools.partial(born, optimizer), out_shardings=shardings)
-    return Driver(init, in_mesh(mesh, step), {"step": (step, (state, batch))})
+    return Driver(in_mesh(mesh, init), in_mesh(mesh, step), {"step": (step, (state, batch))})
 
 
 def in_mesh(mesh: Mesh, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, with `mesh` as the one that sharding annotations in it are of."""
 
+    @functools.wraps(call)
     def called(*args: Any) -> Any:
         with jax.set_mesh(mesh):
             return call(*args)

@@ -59,7 +59,7 @@ class Run:
     abstract_batch: Any
     file_bytes: int
     _gradients: Gradients
-    _init: Any
+    _init: Callable[[], TrainState]
     _step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
     _programs: Mapping[str, tuple[Any, tuple[Any, ...]]]
     _evaluate: Any
@@ -82,8 +82,7 @@ class Run:
 
     def init(self) -> TrainState:
         """A new train state, every array born in its shards."""
-        with jax.set_mesh(self.mesh):
-            return self._init()
+        return self._init()
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One optimizer step; `state` is donated.

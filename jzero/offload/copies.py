@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,27 +21,30 @@ class Copies:
 
     def __init__(self) -> None:
         """Nothing is left yet."""
-        self._left: dict[Any, list[jax.Array]] = {}
+        # Of two groups, which a stream has left when the next one comes: what nobody takes goes.
+        self._left: deque[dict[Any, list[jax.Array]]] = deque(maxlen=2)
         self._lock = threading.Lock()
 
     def take(self, x: np.ndarray, device: Any) -> jax.Array:
         """An array on a device with the values of `x`, which may be used again once it is ready."""
         if device.platform != "cpu":
             return jax.device_put(x, device)
+        key = (x.shape, x.dtype, device)
         with self._lock:
-            left = self._left.get((x.shape, x.dtype, device))
-            old = left.pop() if left else None
+            old = next((arrays[key].pop() for arrays in self._left if arrays.get(key)), None)
         if old is None:
             return jnp.array(x, copy=True, device=device)
         return _refill(old, jax.device_put(x, device))
 
     def give(self, arrays: Iterable[jax.Array]) -> None:
-        """Arrays that nobody uses any more."""
+        """The arrays of a group, which nobody uses any more."""
+        left: dict[Any, list[jax.Array]] = {}
         for x in arrays:
             (device,) = x.devices()
             if device.platform == "cpu" and not x.is_deleted():
-                with self._lock:
-                    self._left.setdefault((x.shape, x.dtype, device), []).append(x)
+                left.setdefault((x.shape, x.dtype, device), []).append(x)
+        with self._lock:
+            self._left.append(left)
 
 
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
