@@ -108,7 +108,7 @@ def check_memory(run: jzero.Run) -> None:
             f"for state and gradients alone: take a higher stage, more devices, a smaller model or offload.optimizer "
             f"= host"
         )
-    on_host = sum(tiers.get("host", 0) for tiers in run.tier_bytes().values())
+    on_host = sum(tiers.get("host", 0) for tiers in run.tier_bytes().values()) + run.host_grads_bytes()
     try:
         host_memory.check_machine(on_host * jax.local_device_count(), host_memory.machine_bytes())
     except host_memory.HostMemoryError as error:

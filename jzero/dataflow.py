@@ -168,7 +168,7 @@ class Dataflow:
             return [max(read if i.opcode == "concatenate" else read[:2])] * count
         if i.kind == "all-gather":
             return [Origin.GATHERED if origin == Origin.ARGUMENT else origin for origin in read]
-        if i.opcode in ("fusion", "call", "async-start"):
+        if i.opcode in ("fusion", "fusion-start", "call", "async-start"):
             return self._inside(i.callees[0], tuple(read))
         return [Origin.COMPUTED] * count
 

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero import collectives
 from jzero.host_grads import added, zeroed
+from jzero.host_params import HOST, in_its_memory
 from jzero.mesh import DATA_AXES, data_size
 from jzero.probe import LossFn, Values, hoisted, probe, sums_of
 from jzero.template import Template
@@ -91,6 +92,8 @@ class Gradients:
             grads, (sums, after) = jax.grad(loss, has_aux=True)({**self._zero_slots(), **slots})
             return after, (grads, sums)
 
+        params, frozen = self._at_rest(params), self._at_rest(frozen)
+        memory = [{path: in_its_memory(x, HOST, self.tp_specs[path]) for path, x in part.items()} for part in memory]
         before = _device_keys(state)
         after, (grads, sums), free = self._accumulate(micro, before, batch, *memory)
         grads = {path: self.layouts[path].finish(grad) for path, grad in grads.items()}
@@ -165,6 +168,9 @@ class Gradients:
         start = (state, (self._zero_slots(), self._zero_sums()), dict(slots), zero)
         state, (total, sums), slots, rested = lax.scan(add, start, split_rows(batch, self.micro_batches))[0]
         return state, ({**total, **rested}, sums), [slots] if slots else []
+
+    def _at_rest(self, params: Values) -> Values:
+        return {path: in_its_memory(x, self.layouts[path].memory, self.tp_specs[path]) for path, x in params.items()}
 
     def _stacked(self, path: Path) -> tuple[int, P]:
         return self.layers[path], self.tp_specs[path]

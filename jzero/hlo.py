@@ -149,13 +149,15 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
     if stats is None:
         raise HloError("this backend does not report the memory of a compiled program")
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    on_host = any(getattr(stats, f"host_{what}_size_in_bytes") for what in ("argument", "output", "temp"))
     return Memory(
         argument_bytes=stats.argument_size_in_bytes,
         output_bytes=stats.output_size_in_bytes,
         alias_bytes=stats.alias_size_in_bytes,
         temp_bytes=stats.temp_size_in_bytes,
         # XLA:CPU's own peak leaves the temporaries out; XLA:GPU's adds constants and alignment.
-        peak_bytes=max(stats.peak_memory_in_bytes, held + stats.temp_size_in_bytes),
+        # Where arrays are in host memory, theirs has those in it.
+        peak_bytes=max(0 if on_host else stats.peak_memory_in_bytes, held + stats.temp_size_in_bytes),
     )
 
 

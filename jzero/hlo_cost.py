@@ -12,7 +12,7 @@ and results.
 
 Bytes are those that a kernel reads and writes if each operand and result passes once: a fusion's inside costs nothing,
 of an operand that is only sliced the slices count, and an update in place costs what it updates.  Collectives count
-nothing here, they are `hlo.collectives`.
+nothing here, they are `hlo.collectives`, and no more do copies to and from host memory, they are `hlo_host.moved`.
 """
 
 import re
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import jax
 
 from jzero.hlo_flops import rule
-from jzero.hlo_shapes import Array, arrays, shape_bytes
+from jzero.hlo_shapes import Array, arrays, in_host_memory, shape_bytes
 from jzero.hlo_text import Instruction, Module
 
 #: Run computations of their own; what is in them costs, not they.
@@ -133,8 +133,15 @@ class Costs:
         """
         if i.opcode in _FREE or i.opcode in CONTROL or i.kind or i.opcode.endswith(("-done", "-update")):
             return Cost()
+        if self._is_to_or_from_host(computation, i):
+            return Cost()
         flops, wide = self._flops(computation, i)
         return Cost(flops, wide, self._read(computation, i), self._written(computation, i), 1)
+
+    def _is_to_or_from_host(self, computation: str, i: Instruction) -> bool:
+        """Whether an instruction copies between the device and its host's memory: the link's work (`hlo_host.py`)."""
+        shapes = [i.shape, *(self.module.named(computation, name).shape for name in i.operands)]
+        return any(in_host_memory(array) for shape in shapes if "S(" in shape for array in arrays(shape))
 
     # ---- floating point operations -----------------------------------------------------------------------------------
 

@@ -59,6 +59,11 @@ class Array:
         return max(8, int(width[1])) if width else 8
 
 
+def in_host_memory(array: Array) -> bool:
+    """Whether an array lies in the memory of the device's host, XLA's memory space 5."""
+    return "S(5)" in array.layout
+
+
 def arrays(shape: str) -> list[Array]:
     """All arrays of a shape, however deep in tuples, in order."""
     return [Array(dtype, _dims(dims), layout) for dtype, dims, layout in _ARRAY.findall(shape)]

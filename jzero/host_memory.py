@@ -51,6 +51,11 @@ def limit_bytes(environ: Mapping[str, str]) -> int:
     return int(text) * _UNIT
 
 
+def setting_for(needed: int) -> str:
+    """What an environment must say for a process to pin so many bytes; "" where the default is enough."""
+    return f"{VARIABLE}={-(-needed // _UNIT)}" if needed > DEFAULT_BYTES else ""
+
+
 def check_pinned(needed: int, environ: Mapping[str, str]) -> None:
     """Refuses a run that pins more than its process may.
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.traverse_util import flatten_dict
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jzero.gradients import Gradients, rows_per_device
 from jzero.mesh import batch_sharding, data_size, process_rows
@@ -202,11 +202,13 @@ class Run:
         return frozenset(path for path, to in self._gradients.layouts.items() if to.memory)
 
     def pinned_bytes(self) -> int:
-        """Bytes of pinned host memory at rest, of one device's part: what its copies read and write there."""
+        """Bytes of pinned host memory from step to step, of one device's part: what its copies read and write there."""
         rest = self.tier_bytes()
         params = sum(rest[name].get("host", 0) for name in ("params", "frozen"))
         groups = self.stream.groups if self.stream else ()
-        return params + sum(group.device_bytes for group in groups if group.tier.name == "host")
+        return (
+            params + self.host_grads_bytes() + sum(group.device_bytes for group in groups if group.tier.name == "host")
+        )
 
     @property
     def stream(self) -> Stream | None:
@@ -217,7 +219,7 @@ class Run:
         found = {"device": 0}
         for (keys, x), spec in zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(specs), strict=True):
             tier = "host" if host and tuple(key.key for key in keys) in host else "device"
-            found[tier] = found.get(tier, 0) + shard_bytes(x.shape, x.dtype, spec, self.mesh)
+            found[tier] = found.get(tier, 0) + shard_bytes(x, NamedSharding(self.mesh, spec))
         return found
 
     @property
@@ -226,9 +228,26 @@ class Run:
         return next(x.dtype for x in self._gradients.slots.values())
 
     def grads_bytes(self) -> int:
-        """Bytes of the gradients that one device accumulates during a step."""
-        slots, specs = self._gradients.slots, self._gradients.tp_specs
-        return sum(shard_bytes(x.shape, x.dtype, specs[path], self.mesh) for path, x in slots.items())
+        """Bytes of the gradients that one device accumulates in its memory during a step."""
+        return sum(self._slot_bytes(path) for path in self._gradients.slots.keys() - self.grads_on_host())
+
+    def stacked(self) -> frozenset[Path]:
+        """Parameters, trained and frozen, whose leading dims number layers."""
+        return frozenset(path for path, dims in self._gradients.layers.items() if dims)
+
+    def host_grads_bytes(self) -> int:
+        """Bytes that gradients of one device take of host memory, from step to step: with microbatches twice their own,
+        for those of a microbatch and for their sum.
+        """
+        return self._gradients.memories * sum(map(self._slot_bytes, self.grads_on_host()))
+
+    def grads_on_host(self) -> frozenset[Path]:
+        """Trained parameters whose gradients are accumulated in host memory."""
+        return frozenset(path for path, to in self._gradients.trained_layouts.items() if to.grads_memory)
+
+    def _slot_bytes(self, path: Path) -> int:
+        sharding = NamedSharding(self.mesh, self._gradients.tp_specs[path])
+        return shard_bytes(self._gradients.slots[path], sharding)
 
     def _evaluation_parts(self, rows: int) -> int:
         """Microbatches of an evaluation over `rows` rows a device: no more rows at a time than in training."""

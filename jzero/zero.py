@@ -358,9 +358,13 @@ def opt_state_owners(opt_state: Any, params: Collection[Path]) -> list[Path | No
     return [owner(path) for path, _ in jax.tree_util.tree_leaves_with_path(opt_state)]
 
 
-def shard_bytes(shape: tuple[int, ...], dtype: Any, spec: P, mesh: Mesh) -> int:
-    """Bytes that one device holds of an array of this shape and spec."""
-    return math.prod(NamedSharding(mesh, spec).shard_shape(shape)) * dtype.itemsize
+def shard_bytes(x: Any, sharding: Any = None, dtype: Any = None) -> int:
+    """Bytes that one device holds of an array, abstract or not.
+
+    Args:
+        sharding, dtype: other than its own.
+    """
+    return math.prod((sharding or x.sharding).shard_shape(x.shape)) * (dtype or x.dtype).itemsize
 
 
 def _reason_to_stay_whole(leaf: Leaf, zero: Zero, axes: tuple[str, ...], shards: int) -> str | None:

@@ -48,7 +48,7 @@ ROWS = [
         "together",
         "block_files",
     },
-    {"zero", "writer", "traced", "rates", "saved"},
+    {"zero", "writer", "traced", "rates", "saved", "hlo_host"},
     {"use", "simulate", "host_params"},
     {"pullback", "host_grads", "schedule"},
     {"prefetch"},

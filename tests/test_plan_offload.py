@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 import pydantic
 import pytest
-from tiny_decoder import SEQ, decoder
+from tiny_decoder import SEQ, VOCAB, decoder
 
 import jzero
 import jzero.plan
@@ -72,7 +72,7 @@ def test_what_rests_elsewhere_is_not_on_the_device(where, tiers):
 def test_the_peak_is_the_largest_of_all_programs_with_what_lies_beside_them():
     run, memory = run_of(optimizer="host"), plan_of(optimizer="host").memory
     programs = programs_of(run, None)
-    found = list(moments.moments(run, stream_of(optimizer="host"), programs, 0))
+    found = list(moments.moments(run, stream_of(optimizer="host"), programs, absent=False))
     assert [moment.program for moment in found] == ["gradients", *(x for x in programs.compiled if "update" in x)]
     assert memory.peak_bytes == max(moment.peak_bytes for moment in found)
     assert memory.peak_program == "gradients"
@@ -83,15 +83,15 @@ def test_the_peak_is_the_largest_of_all_programs_with_what_lies_beside_them():
 
 
 def test_before_a_group_is_updated_all_gradients_and_its_neighbours_lie_on_the_device():
-    run = run_of(optimizer="host")
-    first, middle, last = list(moments.moments(run, stream_of(optimizer="host"), programs_of(run, None), 0))[1:]
-    groups = [group.nbytes for group in stream_of(optimizer="host").groups]
+    run, stream = run_of(optimizer="host"), stream_of(optimizer="host")
+    first, middle, last = list(moments.moments(run, stream, programs_of(run, None), absent=False))[1:]
+    groups = [group.nbytes for group in stream.groups]
+    grads = [sum(math.prod(cut.shape) * 4 for cut in group.cuts) for group in stream.groups]  # as they have arrived
     assert [first.in_flight_bytes, middle.in_flight_bytes] == [sum(groups[:2]), sum(groups)]
     state = run.tier_bytes()
     held = state["params"]["device"] + state["opt_state"]["device"] + 3 * 4 + 16 * (SEQ + 1) * 4 // 8
-    assert first.lying_bytes == held + run.grads_bytes() + sum(groups[:2])
-    gone = sum(math.prod(cut.shape) * 4 for group in stream_of(optimizer="host").groups[:2] for cut in group.cuts)
-    assert last.lying_bytes == held + run.grads_bytes() - gone + sum(groups[1:])
+    assert first.lying_bytes == held + run.grads_bytes() + sum(grads[:2]) + sum(groups[:2])
+    assert last.lying_bytes == held + run.grads_bytes() - sum(grads[:2]) + grads[2] + sum(groups[1:])
 
 
 def test_parameters_on_the_host_leave_the_device_and_what_is_published_comes_back():
@@ -128,11 +128,11 @@ def test_what_rests_on_the_host_of_an_absent_gpu_is_taken_off_its_device():
     plan = jzero.plan.of(run, "h100")
     assert plan.memory.tiers == plan_of(optimizer="host", params="host").memory.tiers
     assert plan.memory.argument_bytes < run.tier_bytes()["params"]["host"]
+    assert plan.memory.peak_bytes == plan.memory.argument_bytes + plan.memory.temp_bytes
     assert plan.time
     assert plan.offload
     assert plan.time.step_s == plan.offload.step_s > plan.offload.without_s > 0
     assert "times the" in jzero.plan.text.describe(plan)
-    assert any("two layers of each stack" in note for note in plan.notes)
 
 
 def moved(**where):
@@ -151,8 +151,9 @@ def test_bytes_over_pcie_and_to_disk_are_those_of_what_rests_there():
         ("gradients", "update"): (0, params, 0, 0),
         ("parameters", "update"): (params, params, 0, 0),
     }
+    tables = (2 * VOCAB * 32 + 32) * 4 // 8  # and the last norm: they stay on the device until the backward pass
     assert moved(params="host") == {  # two passes of two microbatches, and the update
-        ("parameters", "passes"): (4 * params, 0, 0, 0),
+        ("parameters", "passes"): (4 * params - 2 * tables, 0, 0, 0),
         ("parameters", "update"): (params, params, 0, 0),
     }
 

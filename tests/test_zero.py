@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero import zero as zero_lib
@@ -337,7 +337,9 @@ def test_an_annotation_that_cannot_be_is_an_error_that_names_the_leaf(names, mes
     ],
 )
 def test_bytes_of_a_shard_are_what_its_spec_says(shape, dtype, spec, expected):
-    assert shard_bytes(shape, jnp.dtype(dtype), spec, HYBRID) == expected
+    x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(HYBRID, spec))
+    assert shard_bytes(x) == expected
+    assert shard_bytes(x, dtype=jnp.dtype("int8")) == math.prod(x.sharding.shard_shape(shape))
 
 
 @pytest.mark.parametrize("mesh", [DP8, DP4_TP2, HYBRID, mesh_of(node=64, dp=8, tp=8)], ids=str)
@@ -346,7 +348,10 @@ def test_a_sharded_leaf_takes_its_size_over_all_axes_that_divide_it(mesh, axes):
     leaf = leaf_of(12, 1024, 4096, tp=2, layers=1)
     got, _ = laid_out(leaf, mesh, zero=Zero(axes=axes))
     shards = math.prod(mesh.shape[axis] for axis in (*axes, "tp"))
-    assert shard_bytes(leaf.shape, jnp.dtype("float32"), got.params, mesh) == 12 * 1024 * 4096 * F32 // shards
+    assert (
+        shard_bytes(jax.ShapeDtypeStruct(leaf.shape, "float32"), NamedSharding(mesh, got.params))
+        == 12 * 1024 * 4096 * F32 // shards
+    )
 
 
 # ---- optimizer state, by hand; test_optim.py asks every optimizer there is -------------------------------------------

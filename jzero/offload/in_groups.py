@@ -15,7 +15,7 @@ from jzero.offload.groups import Cut, Share, grouped
 from jzero.offload.separable import placewise
 from jzero.optim import Optimizer
 from jzero.step import TrainState
-from jzero.zero import Layout, Path, opt_state_owners
+from jzero.zero import Layout, Path, opt_state_owners, shard_bytes
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class InGroups:
         shares = {
             path: Share(
                 self.sharding(path).shard_shape(x.shape),
-                sum(_shard_bytes(leaf) for leaf in self.leaves(path)),
+                sum(map(shard_bytes, self.leaves(path))),
                 divisible=path in self.placewise,
             )
             for path, x in self.params.items()
@@ -138,7 +138,3 @@ def _cut_of(leaf: Any, cut: Cut) -> Cut:
     if not cut.whole:
         return cut
     return replace(cut, start=(0,) * len(leaf.shape), shape=leaf.sharding.shard_shape(leaf.shape))
-
-
-def _shard_bytes(x: Any) -> int:
-    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

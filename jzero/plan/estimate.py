@@ -68,7 +68,7 @@ class Estimate:
         shares: what is hidden of each kind of collective.
         loops: one turn of each loop over layers, for a picture.
         assumptions: in the rates.
-        parts_s: "passes" and "update" -> seconds of their programs, of a step that is several.
+        parts_s: "passes", "update" and "publish" -> seconds of their programs, of a step that is several.
     """
 
     step_s: float
@@ -105,9 +105,10 @@ def estimate(run: jzero.Run, programs: Programs, rates: Rates, tokens: Tokens | 
     collectives = [c for course, times in courses for c in [*course.collectives] * times]
     compute_s = sum(course.compute_s * times for course, times in courses)
     step_s = sum(course.step_s * times for course, times in courses)
-    parts_s = {"passes": 0.0, "update": 0.0}
-    for (name, _, times), (course, _) in zip(programs.running(), courses, strict=True):
-        parts_s["update" if name.startswith("update") else "passes"] += course.step_s * times
+    parts_s = {"passes": 0.0, "update": 0.0, "publish": 0.0}
+    for (name, program, times), (course, _) in zip(programs.running(), courses, strict=True):
+        part = "passes" if program is programs.passes else "publish" if name == "publish" else "update"
+        parts_s[part] += course.step_s * times
     rows = jax.tree.leaves(run.abstract_batch)[0].shape[0]
     per_row = tokens.per_row if tokens else 1
     here = rows * per_row // (data_size(run.mesh) * run.micro_batches)

@@ -18,9 +18,10 @@ import jzero
 from jzero import hlo
 from jzero.mesh import DATA_AXES, TP, data_size
 from jzero.plan import formulas
-from jzero.plan.moments import fetched_bytes, moments
+from jzero.plan.moments import moments
 from jzero.plan.programs import Programs
-from jzero.plan.tiers import class_of, counters, elsewhere_of, shard_bytes, tiers_of
+from jzero.plan.tiers import class_of, counters, elsewhere_of, tiers_of
+from jzero.zero import shard_bytes
 
 #: Class -> bytes per parameter in the paper, in the order in which they are shown.
 PAPER: Mapping[str, int] = {"parameters": 2, "gradients": 2, "master": 4, "m": 4, "v": 4}
@@ -57,7 +58,7 @@ class Memory:
 
     Attributes:
         parts: the model states by class; the gradients, which live during a step, among them.
-        tiers: bytes at rest by tier, "device", "host" and "nvme".
+        tiers: bytes at rest by tier, "device", "host" and "nvme"; gradients on the host keep their place there.
         host_bytes_per_machine: what the tier "host" of all devices of a machine takes of its memory.
         batch_bytes, counter_bytes: what else is given to the step.
         argument_bytes, temp_bytes, peak_bytes: as the compiler says; gradients are among the temporaries.  Of a step of
@@ -67,6 +68,8 @@ class Memory:
         nvme_bytes_per_machine: what the tier "nvme" of all devices of a machine takes of its disks.
         peak_program: which program of the step has the peak.
         in_flight_bytes: the most of optimizer state that is on the device for its update alone.
+        pinned_bytes: of what is in host memory, those that the device copies from and to by itself.
+        devices_per_machine: those of the run that share a machine's memory.
     """
 
     parts: tuple[Part, ...]
@@ -82,6 +85,8 @@ class Memory:
     nvme_bytes_per_machine: int = 0
     peak_program: str = "step"
     in_flight_bytes: int = 0
+    pinned_bytes: int = 0
+    devices_per_machine: int = 1
 
     @property
     def at_rest_bytes(self) -> int:
@@ -127,7 +132,7 @@ def memory_of(
         programs: of the run's step, compiled.
         devices_per_host: of the machines it is for.
         activations_bytes, gathered_bytes: as read off the program.
-        absent: the devices are not here, so that what comes from the host is in no program.
+        absent: the devices are not here, so that to a program all its arguments are on the device.
     """
     tiers, here = tiers_of(run), min(devices_per_host, run.mesh.size)
     return Memory(
@@ -140,6 +145,8 @@ def memory_of(
         activations_bytes=activations_bytes,
         gathered_bytes=gathered_bytes,
         nvme_bytes_per_machine=tiers.get("nvme", 0) * here,
+        pinned_bytes=run.pinned_bytes(),
+        devices_per_machine=here,
     )
 
 
@@ -148,8 +155,7 @@ def _peak(run: jzero.Run, programs: Programs, *, absent: bool) -> dict[str, Any]
     if run.stream is None:
         found = hlo.memory(programs.passes)
         return {name: getattr(found, name) for name in ("argument_bytes", "temp_bytes", "peak_bytes")}
-    fetched = fetched_bytes(run) if absent else 0
-    all_moments = list(moments(run, run.stream, programs, fetched))
+    all_moments = list(moments(run, run.stream, programs, absent=absent))
     most = max(all_moments, key=lambda moment: moment.peak_bytes)
     return {
         "argument_bytes": most.lying_bytes,
@@ -208,7 +214,17 @@ def _parts(run: jzero.Run) -> list[Part]:
     names = [*PAPER, *(name for name in found if name not in PAPER)]
     elsewhere = elsewhere_of(run)
     parts = [_part(name, found.get(name, []), closed.get(name), trained, run) for name in names]
-    return [replace(part, elsewhere=elsewhere.get(part.name, {})) for part in parts]
+    return [_placed(part, elsewhere.get(part.name, {}), run) for part in parts]
+
+
+def _placed(part: Part, elsewhere: dict[str, int], run: jzero.Run) -> Part:
+    """A part with where it rests; gradients on the host may be there twice."""
+    if part.name != "gradients" or not elsewhere:
+        return replace(part, elsewhere=elsewhere)
+    nbytes = run.grads_bytes() + sum(elsewhere.values())
+    twice = "twice on the host, of a microbatch and their sum" if nbytes > part.nbytes else ""
+    why = "; ".join(words for words in (part.why, twice) if words)
+    return replace(part, nbytes=nbytes, why=why, elsewhere=elsewhere)
 
 
 def _closed_form(trained: int, stage: int, run: jzero.Run) -> dict[str, float]:

@@ -3,18 +3,16 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
 
 import jzero
 from jzero import hlo
-from jzero.offload.stream import Stream
+from jzero.offload.stream import Group, Stream
 from jzero.plan.programs import Programs, on_cpu, state_in_flight, update_of
-from jzero.plan.tiers import shard_bytes, tiers_of
-from jzero.zero import Path
+from jzero.plan.tiers import tiers_of
+from jzero.zero import shard_bytes
 
 
 @dataclass(frozen=True)
@@ -39,27 +37,33 @@ class Moment:
         return self.lying_bytes + self.more_bytes
 
 
-def moments(run: jzero.Run, stream: Stream, programs: Programs, fetched_bytes: int) -> Iterator[Moment]:
+def moments(run: jzero.Run, stream: Stream, programs: Programs, *, absent: bool) -> Iterator[Moment]:
     """All programs of a step whose optimizer runs in groups, in the order in which they run.
 
     Args:
-        fetched_bytes: of parameters that come from the host during the passes and are in no program, as of absent
-            devices.
+        absent: the devices are not here.
     """
     more = {name: _more(program) for name, program in programs.compiled.items()}
+    if absent:
+        # An absent device names no host memory, so that what is handed in for gradients there looks like memory of
+        # the device in which a result may be put.
+        more["gradients"] += hlo.memory(programs.passes).alias_bytes
     always = tiers_of(run)["device"] + sum(map(shard_bytes, jax.tree.leaves(run.abstract_batch)))
-    yield Moment("gradients", always, 0, more["gradients"] + fetched_bytes)
-    own = stream.optimizer
-    grads = {path: shard_bytes(own.param(path), own.sharding(path), jnp.float32) for path in own.layouts}
+    yield Moment("gradients", always, 0, more["gradients"])
+    own, groups = stream.optimizer, stream.groups
+    here = own.layouts.keys() - run.grads_on_host()
+    grads = {path: shard_bytes(own.param(path), own.sharding(path), jnp.dtype("float32")) for path in here}
     shards = sum(shard_bytes(own.param(path), own.sharding(path)) for path in own.published)
-    last = {cut.path: k for k, group in enumerate(stream.groups) for cut in group.cuts}
-    for k, group in enumerate(stream.groups):
+    last = {cut.path: k for k, group in enumerate(groups) for cut in group.cuts}
+    for k, group in enumerate(groups):
         left = sum(size for path, size in grads.items() if last[path] >= k)
+        arrived = sum(_arrived_bytes(stream, each) for each in groups[k : k + 2])
         flying = state_in_flight(stream, k)
-        name, pieces = update_of(group), sum(math.prod(cut.shape) for cut in group.cuts)
-        # The host's update takes a piece of gradients from the device, and gives one of parameters.
-        adds = 12 * pieces if on_cpu(group) else more[name]
-        yield Moment("update on the host" if on_cpu(group) else name, always + shards + left + flying, flying, adds)
+        lying = always + shards + left + arrived + flying
+        if on_cpu(group):
+            yield Moment("update on the host", lying, flying, _elements_bytes(stream, group))
+        else:
+            yield Moment(name := update_of(group), lying, flying, more[name])
     if own.published:
         yield Moment("publish", always + shards, 0, more["publish"])
 
@@ -69,23 +73,15 @@ def _more(program: jax.stages.Compiled) -> int:
     return max(0, found.peak_bytes - found.argument_bytes)
 
 
-def fetched_bytes(run: jzero.Run) -> int:
-    """The most of parameters from the host that passes have on the device: two layers of each stack, and of all else
-    the largest.
-
-    Of devices that are here the compiler says it.
+def _arrived_bytes(stream: Stream, group: Group) -> int:
+    """Of what is brought to the update of a group beside its state: gradients in float32, and for an update by the
+    host a copy of parameters that have no master.
     """
-    state = run.abstract_state
-    given = flatten_dict(state.params) | flatten_dict(state.frozen)
-    layers, lone = 0, 0
-    for path in run.params_on_host():
-        nbytes, depth = shard_bytes(given[path]), _layers(run, path, given[path])
-        layers += 2 * nbytes // depth if depth > 1 else 0
-        lone = max(lone, nbytes if depth == 1 else 0)
-    return layers + lone
+    grads = sum(4 * math.prod(cut.shape) for cut in group.cuts)
+    wide = [cut for cut in group.cuts if stream.optimizer.params[cut.path].dtype.itemsize >= 4]
+    return grads + on_cpu(group) * sum(4 * math.prod(cut.shape) for cut in wide)
 
 
-def _layers(run: jzero.Run, path: Path, x: Any) -> int:
-    """How many layers are stacked in a parameter."""
-    layer: Any = flatten_dict(run.per_layer).get(path)
-    return max(1, x.size // layer.size) if layer is not None else 1
+def _elements_bytes(stream: Stream, group: Group) -> int:
+    """Of a group's pieces of the parameters."""
+    return sum(math.prod(cut.shape) * stream.optimizer.params[cut.path].dtype.itemsize for cut in group.cuts)

@@ -15,7 +15,7 @@ import jzero
 from jzero.gpus import Gpu
 from jzero.plan.estimate import Estimate
 from jzero.plan.programs import on_cpu
-from jzero.plan.tiers import shard_bytes
+from jzero.zero import shard_bytes
 
 #: Bytes of host memory for each element that the host updates: a gradient, m, v and a master of 4 bytes, of which the
 #: last three are written, too, and a parameter of 2.
@@ -29,7 +29,8 @@ class Moved:
 
     Attributes:
         what: "optimizer state", "gradients" or "parameters".
-        when: "passes" or "update": what is computed meanwhile.
+        when: "passes" or "update": what is computed meanwhile; "sums", over microbatches and for the norm, beside which
+            nothing is.
         up_bytes, down_bytes: from host memory to the device, and back.
         read_bytes, written_bytes: of files.
     """
@@ -77,7 +78,8 @@ class Offloading:
 
 def offloading_of(run: jzero.Run, devices_per_host: int) -> Offloading | None:
     """What a step of `run` moves, without rates; None where nothing rests elsewhere."""
-    moved = [m for m in (*_state(run), *_params(run)) if m.up_bytes + m.down_bytes + m.read_bytes + m.written_bytes]
+    classes = (*_state(run), *_params(run), *_grads(run))
+    moved = [m for m in classes if m.up_bytes + m.down_bytes + m.read_bytes + m.written_bytes]
     elements = sum(math.prod(cut.shape) for cut in _cuts_on_cpu(run))
     here = min(devices_per_host, run.mesh.size)
     return Offloading(tuple(moved), elements, here) if moved else None
@@ -105,17 +107,40 @@ def _cuts_on_cpu(run: jzero.Run) -> list[Any]:
 
 
 def _params(run: jzero.Run) -> list[Moved]:
-    """Fetched for both passes of every microbatch; trained ones are updated, too."""
-    state, host = run.abstract_state, run.params_on_host()
+    """Fetched for both passes of every microbatch; trained ones are updated, too.
+
+    Beside a stack of layers, what is read outside of it (tables, heads) is fetched once and kept for the backward pass.
+    """
+    state, host, stacked = run.abstract_state, run.params_on_host(), run.stacked()
     trained, frozen = flatten_dict(state.params), flatten_dict(state.frozen)
     each = {path: shard_bytes(x) for path, x in {**trained, **frozen}.items() if path in host}
+    passes = {path: 2 if path in stacked or not stacked else 1 for path in each}
     updated: dict[Any, int] = {}
     for path in each.keys() & trained.keys():
         if run.stream:
             updated[path] = shard_bytes(run.stream.optimizer.param(path))
     return [
-        Moved("parameters", "passes", 2 * run.micro_batches * sum(each.values())),
+        Moved("parameters", "passes", run.micro_batches * sum(passes[path] * each[path] for path in each)),
         Moved("parameters", "update", sum(updated.values()), sum(each[path] for path in updated)),
+    ]
+
+
+def _grads(run: jzero.Run) -> list[Moved]:
+    """Those that rest on the host: stored there as backward makes them, added up there and squared for the norm, and
+    fetched in pieces for the update.
+
+    What is no stack is still on the device when it is added, or where nothing is, when the norm is taken.
+    """
+    if run.stream is None:
+        return []
+    own, parts = run.stream.optimizer, run.micro_batches
+    sizes = {path: shard_bytes(own.param(path), own.sharding(path), run.grads_dtype) for path in run.grads_on_host()}
+    one, stacks = sum(sizes.values()), sum(sizes[path] for path in sizes.keys() & run.stacked())
+    sums = (parts * (one + stacks) + one, (parts + 1) * one) if parts > 1 else (stacks, 0)  # a sum begins as zeros
+    return [
+        Moved("gradients", "passes", 0, parts * one),
+        Moved("gradients", "sums", *sums),
+        Moved("gradients", "update", one, 0),
     ]
 
 
@@ -128,19 +153,23 @@ def slowed(time: Estimate, found: Offloading, gpu: Gpu, group_bytes: int) -> tup
     """
     link, shared = gpu.pcie_gb_per_s * 1e9 * PCIE_EFFICIENCY, found.devices_per_host
     passes_s, update_s = time.parts_s["passes"], time.parts_s["update"]
-    fetch_s = found.total("up_bytes", "passes") / link if link else math.inf
-    busiest = max(found.total("up_bytes", "update"), found.total("down_bytes", "update"))
+    fetched, busiest = (
+        max(found.total("up_bytes", when), found.total("down_bytes", when)) for when in ("passes", "update")
+    )
+    # A layer comes up, is worked on and goes down again before the next one does.
+    summed = found.total("up_bytes", "sums") + found.total("down_bytes", "sums")
+    fetch_s, sums_s, link_s = (_seconds(nbytes, link) for nbytes in (fetched, summed, busiest))
     disk = max(found.total("read_bytes", "update"), found.total("written_bytes", "update"))
     moving_s = max(
-        busiest / link if link else math.inf,
+        link_s,
         disk * shared / (gpu.disk_gb_per_s * 1e9),
         CPU_BYTES * found.cpu_elements * shared / (gpu.host_gb_per_s * 1e9),
     )
-    ends_s = 2 * min(group_bytes, busiest) / link if link else math.inf
-    more_s = max(0.0, fetch_s - passes_s) + max(0.0, moving_s - update_s) + ends_s
+    ends_s = 2 * _seconds(min(group_bytes, busiest), link)
+    more_s = sums_s + max(0.0, fetch_s - passes_s) + max(0.0, moving_s - update_s) + ends_s
     step_s = time.step_s + more_s
     needed = {
-        "passes": found.total("up_bytes", "passes") / passes_s / 1e9,
+        "passes": fetched / passes_s / 1e9,
         "update": busiest / update_s / 1e9 if update_s else math.inf,
     }
     later = replace(time, step_s=step_s, exposed_s=time.exposed_s + more_s, mfu=time.mfu * time.step_s / step_s)
@@ -152,6 +181,10 @@ def slowed(time: Estimate, found: Offloading, gpu: Gpu, group_bytes: int) -> tup
         assumptions=_assumptions(found, gpu),
     )
     return later, cost
+
+
+def _seconds(nbytes: int, rate: float) -> float:
+    return nbytes / rate if rate else math.inf if nbytes else 0.0
 
 
 def _assumptions(found: Offloading, gpu: Gpu) -> tuple[str, ...]:

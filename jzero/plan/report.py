@@ -119,21 +119,9 @@ def of(
         traffic=traffic_of(run, ledger, stage, per_host, programs.times),
         time=time,
         offload=moved,
-        notes=(*_whole(run), *_assumed(run, absent=gpu is not None), *run.notes),
+        notes=(*_whole(run), *run.notes),
         label=dict(label or {}),
     )
-
-
-def _assumed(run: jzero.Run, *, absent: bool) -> list[str]:
-    """What the programs of absent devices do not say."""
-    if not absent or not run.params_on_host():
-        return []
-    count = len(run.params_on_host())
-    note = (
-        f"assumed: of the {count} parameters that rest in host memory two layers of each stack are on the device at a "
-        f"time; an absent device has no host, and to its compiler they are on the device"
-    )
-    return [note]
 
 
 def _whole(run: jzero.Run) -> list[str]:

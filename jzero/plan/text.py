@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jzero import host_memory
 from jzero.plan.estimate import Estimate
 from jzero.plan.fit import remedies
 from jzero.plan.memory import Memory, Part
@@ -152,6 +153,8 @@ def _memory(plan: Plan, margin: float, unit: Unit) -> str:
         if memory.tiers.get(tier):
             said = f"at rest: {_elsewhere(memory, tier)}; {show(of_machine)} of a machine's {of_what}"
             rows.append((name, show(memory.tiers[tier]), "", said))
+    if memory.pinned_bytes:
+        rows.append(("  pinned", show(memory.pinned_bytes), "", _pinned(memory, unit)))
     cells = table([row[:3] for row in rows]).split("\n")
     lines = [f"{line}  {row[3]}".rstrip() for line, row in zip(cells, rows, strict=True)]
     does_not_fit = plan.capacity_bytes is not None and plan.missing_bytes(margin) > 0
@@ -169,6 +172,17 @@ def _temporaries(memory: Memory) -> str:
 def _elsewhere(memory: Memory, tier: str) -> str:
     """What rests in a tier, in words."""
     return ", ".join(part.name for part in memory.parts if part.elsewhere.get(tier))
+
+
+def _pinned(memory: Memory, unit: Unit) -> str:
+    """What a process needs of pinned memory, and what to set where that is more than it gets."""
+    devices = memory.devices_per_machine
+    of_process = devices * memory.pinned_bytes
+    said = "of that" + (f", {unit.show(of_process)} for a process with {devices} devices" if devices > 1 else "")
+    limit = f"XLA gives a process {host_memory.DEFAULT_BYTES // 2**30} GiB"
+    if setting := host_memory.setting_for(of_process):
+        return f"{said}: {limit} unless {setting} or more is set before JAX starts, as jzero.train does"
+    return f"{said}; {limit}"
 
 
 def _fit(plan: Plan, margin: float, unit: Unit) -> str:
@@ -202,13 +216,14 @@ def _traffic(plan: Plan, unit: Unit) -> str:
     return "\n".join([*lines, *_not_as_written(traffic, unit)])
 
 
+_WHEN = {"passes": "in the passes", "sums": "in sums and norm", "update": "in the update"}
 _WAYS = ("up_bytes", "down_bytes", "read_bytes", "written_bytes")
 
 
 def _offload(found: Offloading, unit: Unit) -> str:
     """What moves between the device, its host and disks, and what it costs."""
     rows = [("to and from the host", f"up {unit.name}", "down", "read from disk", "written")]
-    rows += [(f"  {m.what}, in the {m.when}", *(unit.show(getattr(m, way)) for way in _WAYS)) for m in found.moved]
+    rows += [(f"  {m.what}, {_WHEN[m.when]}", *(unit.show(getattr(m, way)) for way in _WAYS)) for m in found.moved]
     lines = [table(rows)]
     if found.without_s:
         lines.append(

@@ -1,20 +1,22 @@
-"""Where the train state of a run rests, by class and tier."""
+"""Where what a run keeps from step to step rests, by class and tier."""
 
 import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import jzero
+from jzero.zero import shard_bytes
 
 # Class of an optimizer's array by the name under which optax, or jzero, keeps it.
 _OPTIMIZER = {"master": "master", "mu": "m", "trace": "m", "nu": "v", "average": "average of the weights"}
 
 
 def tiers_of(run: jzero.Run) -> dict[str, int]:
-    """Bytes of one device's part of the train state, counters included, by where they rest."""
-    tiers = {"device": sum(map(shard_bytes, counters(run.abstract_state))), "host": 0}
+    """Bytes of one device's part of the train state, counters included, by where they rest, with what gradients take of
+    host memory.
+    """
+    tiers = {"device": sum(map(shard_bytes, counters(run.abstract_state))), "host": run.host_grads_bytes()}
     for found in run.tier_bytes().values():
         for tier, nbytes in found.items():
             tiers[tier] = tiers.get(tier, 0) + nbytes
@@ -28,6 +30,7 @@ def elsewhere_of(run: jzero.Run) -> dict[str, dict[str, int]]:
         name: {tier: nbytes for tier, nbytes in rest[key].items() if tier != "device"}
         for name, key in (("parameters", "params"), ("frozen", "frozen"))
     }
+    found["gradients"] = {"host": nbytes} if (nbytes := run.host_grads_bytes()) else {}
     if run.stream is None:
         return found
     classes = [class_of(path) for path, _ in jax.tree.leaves_with_path(run.abstract_state.opt_state)]
@@ -48,12 +51,3 @@ def class_of(path: tuple[Any, ...]) -> str:
 def counters(state: jzero.TrainState) -> tuple[Any, ...]:
     """Those of a train state, which no class has."""
     return state.step, state.skipped, state.skipped_in_row
-
-
-def shard_bytes(x: Any, sharding: Any = None, dtype: Any = None) -> int:
-    """Bytes of one device's shard of an array.
-
-    Args:
-        sharding, dtype: other than its own.
-    """
-    return math.prod((sharding or x.sharding).shard_shape(x.shape)) * jnp.dtype(dtype or x.dtype).itemsize
