@@ -160,7 +160,7 @@ def arguments() -> argparse.Namespace:
     cli.add_argument(
         "--dtype", default="float32", help="of parameters and computation; with bfloat16 the state has a master"
     )
-    cli.add_argument("--group_megabytes", type=float, default=64)
+    cli.add_argument("--group_megabytes", type=float, default=32)
     cli.add_argument("--rounds", type=int, default=5)
     return cli.parse_args()
 

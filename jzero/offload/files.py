@@ -102,7 +102,6 @@ class InFiles:
         # One thread brings a group in while another takes one out.
         self._incoming, self._outgoing = (ThreadPoolExecutor(1, f"jzero-{way}") for way in ("in", "out"))
         self._copies = Copies()
-        self._buffers = {way: _Buffers() for way in ("in", "out")}
 
     @property
     def nbytes(self) -> int:
@@ -171,8 +170,8 @@ class InFiles:
         return [shard.view(place.whole.dtype).reshape(place.cut.shape) for shard in shards]
 
     def _read(self, group: int) -> list[Any]:
-        places, files, buffers = self._groups[group], self._opened(), self._buffers["in"]
-        taken = [[buffers.take(place.block_bytes) for _ in place.blocks] for place in places]
+        places, files = self._groups[group], self._opened()
+        taken = [self._memory(place) for place in places]
         reads = [
             files.read(name, out)
             for place, shards in zip(places, taken, strict=True)
@@ -181,28 +180,26 @@ class InFiles:
         for done in reads:
             done.result()
         arrays = [self._arrive(place, shards, self._copies) for place, shards in zip(places, taken, strict=True)]
-        jax.block_until_ready(arrays)  # the buffers are used again
-        buffers.give([shard for shards in taken for shard in shards])
+        jax.block_until_ready(arrays)  # the memory is used again
+        self._copies.returned(shard for shards in taken for shard in shards)
         return arrays
 
-    def _write(self, group: int, arrays: list[Any]) -> None:
-        buffers, files = self._buffers["out"], self._opened()
-        blocks = [
-            block
-            for place, array in zip(self._groups[group], arrays, strict=True)
-            for block in self._copied(place, array)
-        ]
-        self._copies.give(shard.data for array in jax.tree.leaves(arrays) for shard in array.addressable_shards)
-        for done in [files.write(name, out) for name, out in blocks]:
-            done.result()
-        buffers.give([out for _, out in blocks])
+    def _memory(self, place: Place) -> list[np.ndarray]:
+        """For the blocks of a piece."""
+        shape, dtype = place.cut.shape, place.whole.dtype
+        return [self._copies.memory(shape, dtype, devices[0]) for _, devices in regions(place.whole, place.cut)]
 
-    def _copied(self, place: Place, array: Any) -> list[tuple[str, np.ndarray]]:
-        """(name, bytes in memory as the disk wants it) of each block of a piece, when that is computed."""
-        blocks = [(name, self._buffers["out"].take(place.block_bytes)) for name in place.blocks]
-        for (_, out), shard in zip(blocks, self._leave(place, array), strict=True):
-            np.copyto(out.view(shard.dtype), shard.reshape(-1))
-        return blocks
+    def _write(self, group: int, arrays: list[Any]) -> None:
+        """From the memory of the arrays, when they are computed: they are kept until it is on disk."""
+        files = self._opened()
+        writes = [
+            files.write(name, np.ascontiguousarray(shard))
+            for place, array in zip(self._groups[group], arrays, strict=True)
+            for name, shard in zip(place.blocks, self._leave(place, array), strict=True)
+        ]
+        for done in writes:
+            done.result()
+        self._copies.give(shard.data for array in jax.tree.leaves(arrays) for shard in array.addressable_shards)
 
     def _opened(self) -> BlockFiles:
         with self._lock:
@@ -213,24 +210,6 @@ class InFiles:
                         blocks |= _sizes(place)
                 self._files = BlockFiles(self._directories, blocks, self._owner)
             return self._files
-
-
-class _Buffers:
-    """Aligned memory for one direction, used again from group to group."""
-
-    def __init__(self) -> None:
-        self._by_size: dict[int, list[np.ndarray]] = {}
-
-    def take(self, nbytes: int) -> np.ndarray:
-        """So many bytes; one thread takes and gives."""
-        free = self._by_size.get(nbytes)
-        return free.pop() if free else aligned(nbytes)
-
-    def give(self, arrays: Sequence[np.ndarray]) -> None:
-        """Keeps these, and lets go of what another group had."""
-        self._by_size = {}
-        for array in arrays:
-            self._by_size.setdefault(array.nbytes, []).append(array)
 
 
 def _sizes(place: Place) -> dict[str, int]:
