@@ -1,7 +1,8 @@
 """The largest decoder that one GPU trains with nothing, its optimizer, or its parameters too in host memory.
 
 Decoders of width 4,096, bfloat16 parameters, adamw with float32 master, m and v, rematerialised in full.  Each size is
-tried in a process of its own, which an out-of-memory ends alone; the first guess is arithmetic.  The slowdown is that
+tried in a process of its own, which an out-of-memory ends alone, within a share of the time; the first guess is
+arithmetic, and the search goes on from there (`largest_size.py`).  The slowdown is that
 at a size which fits without offload.  The link's share is the bytes that a step must move at least, by arithmetic, over
 its seconds and over what pinned copies reach in the same process, each direction alone.
 
@@ -13,16 +14,21 @@ of a placement succeeded.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from largest_size import Budget, in_process, largest
+
 _START = time.monotonic()
+_REPORT_S = 2.0  # to end the last process and to print
+_SEARCH = 3  # tries that a search has time for, as others take
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
@@ -64,14 +70,7 @@ def main() -> int:
         print(json.dumps(measured(sized(layers, args), name, args)))
         return 0
     names = [*OFFLOADS] if args.cpu_update else [*OFFLOADS][:3]
-    base = largest("nothing", args)
-    lines = [base]
-    for name in names[1:] if "error" not in base else ():
-        same = tried(base["layers"], name, args)
-        if "error" not in same:
-            same["slowdown"] = same["seconds"] / base["seconds"]
-        lines.append(same)
-    lines += [] if args.tiny else [largest(name, args) for name in names[1:]]
+    lines = measurements(names, args)
     done = [line for line in lines if "error" not in line]
     machine = done[0]["device"] if done else "no device"
     print(f"\n{machine}, {args.micro_batches} microbatches of {sized(1, args).rows} x {sized(1, args).seq_len} tokens, "
@@ -82,22 +81,26 @@ def main() -> int:
     return 0 if {line["offload"] for line in done} >= set(names) else 1
 
 
-def largest(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The largest size that ran: from the estimate by a tenth up until one fails, or down until one runs; 3 tries."""
-    layers = TINY.layers if args.tiny else estimate(name, args)
-    line = tried(layers, name, args)
-    way = -1 if "error" in line else 1
-    for _ in range(0 if args.tiny else 2):
-        if line.get("error") == "out of time":
-            break
-        layers = max(1, layers + way * max(1, layers // 10))
-        following = tried(layers, name, args)
-        if way > 0 and "error" in following:
-            break
-        line = following
-        if way < 0 and "error" not in line:
-            break
-    return line
+def measurements(names: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The largest size without offload, that size with it, and the largest with it; each has its share of the time."""
+    budget = Budget(_START + 60 * args.minutes - _REPORT_S)
+    others, searches = names[1:], 0 if args.tiny else len(names) - 1
+    parts = len(others) + _SEARCH * (1 + searches)  # in units of one try
+
+    def search(name: str, share: float) -> dict[str, Any]:
+        guess = TINY.layers if args.tiny else estimate(name, args)
+        attempt = functools.partial(tried, name=name, args=args)
+        found = largest(attempt, guess, budget.part(share), tries=1 if args.tiny else 4)
+        return {"offload": name, "layers": guess} | found
+
+    base = search(names[0], _SEARCH / parts)
+    lines = [base]
+    for k, name in enumerate(others if "error" not in base else ()):
+        same = tried(base["layers"], budget.part(1 / (len(others) - k + _SEARCH * searches)).left_s, name, args)
+        if "error" not in same:
+            same["slowdown"] = same["seconds"] / base["seconds"]
+        lines.append(same)
+    return lines + [search(name, 1 / (searches - k)) for k, name in enumerate(others if searches else ())]
 
 
 def estimate(name: str, args: argparse.Namespace) -> int:
@@ -109,21 +112,11 @@ def estimate(name: str, args: argparse.Namespace) -> int:
     return max(1, int((room - none) // (one - none)))
 
 
-def tried(layers: int, name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """A process of its own trains, within the time that is left."""
-    line: dict[str, Any] = {"offload": name, "layers": layers}
-    left = 60 * args.minutes - (time.monotonic() - _START)
-    if left <= 1:
-        return {**line, "error": "out of time"}
+def tried(layers: int, seconds: float, name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """A process of its own trains, within the time that it may take."""
     command = [sys.executable, __file__, *sys.argv[1:], "--measure", json.dumps([layers, name])]
     env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93", **os.environ, HOST_LIMIT: str(args.host_gb)}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left, check=True, env=env)
-        line |= json.loads(done.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        line["error"] = "out of time"
-    except subprocess.CalledProcessError as error:
-        line["error"] = (error.stderr.strip().splitlines() or [f"ended by {error.returncode}"])[-1][:120]
+    line = {"offload": name, "layers": layers} | in_process(command, env, seconds)
     print(f"{name}, {layers} layers: {line.get('error') or format(line['seconds'], '.3f') + ' s'}", flush=True)
     return line
 
