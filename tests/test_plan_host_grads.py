@@ -35,7 +35,7 @@ def run_of(*, micro_batches=2, absent=False, layers=4, mesh="dp=8", stage=3, **w
         decoder(layers=layers, layers_ahead=1, remat="full"),
         next_token_loss,
         optax.adamw(1e-3),
-        jzero.make_mesh(mesh, devices),
+        jzero.make_mesh(mesh, devices[: 1 if mesh == "dp=1" else 8]),
         batch,
         stage=stage,
         micro_batches=micro_batches,
@@ -99,9 +99,7 @@ def test_what_lies_on_the_device_at_an_update_is_what_the_plan_says(where):
         for group in run.stream.groups
     ]
     dataclasses.replace(run.stream, groups=groups)(run.init(), run.put(rows()))
-    planned = [
-        x for x in moments.moments(run, run.stream, programs_of(run, None), absent=False) if "update" in x.program
-    ]
+    planned = [x for x in moments.moments(run, run.stream, programs_of(run, None)) if "update" in x.program]
     for k, moment in enumerate(planned):
         leaving = run.stream.groups[k - 1].nbytes if k else 0  # nobody's array any more
         assert seen[k] == pytest.approx(moment.lying_bytes - leaving, abs=SCALARS)
@@ -140,6 +138,7 @@ def test_gradients_on_the_host_of_an_absent_gpu_leave_room_on_it():
     ("where", "micro_batches", "mesh", "stage"),
     [
         ({"grads": "host"}, 1, "dp=4,tp=2", 2),
+        ({"grads": "host"}, 2, "dp=1", 0),
         ({"grads": "host", "params": "host"}, 2, "dp=8", 3),
         ({"params": "host"}, 2, "dp=8", 3),
     ],
@@ -159,6 +158,15 @@ def test_what_the_passes_move_is_what_the_compiled_program_moves(where, micro_ba
 def test_the_host_memory_of_the_compiled_passes_is_that_of_the_plan():
     stats = gradients_of(grads="host").memory_analysis()
     assert stats.host_output_size_in_bytes == run_of(grads="host").host_grads_bytes()
+
+
+def test_gradients_for_an_update_by_the_host_come_up_to_be_finished_and_go_down_again():
+    run = run_of(micro_batches=1, optimizer="host", update="cpu", grads="host")
+    found = offloading_of(run, 8)
+    assert found is not None
+    assert [m for m in found.moved if (m.what, m.when) == ("gradients", "update")] == [
+        Moved("gradients", "update", run.host_grads_bytes(), run.host_grads_bytes())
+    ]
 
 
 def test_sums_and_the_norm_hide_behind_nothing():

@@ -72,7 +72,7 @@ def test_what_rests_elsewhere_is_not_on_the_device(where, tiers):
 def test_the_peak_is_the_largest_of_all_programs_with_what_lies_beside_them():
     run, memory = run_of(optimizer="host"), plan_of(optimizer="host").memory
     programs = programs_of(run, None)
-    found = list(moments.moments(run, stream_of(optimizer="host"), programs, absent=False))
+    found = list(moments.moments(run, stream_of(optimizer="host"), programs))
     assert [moment.program for moment in found] == ["gradients", *(x for x in programs.compiled if "update" in x)]
     assert memory.peak_bytes == max(moment.peak_bytes for moment in found)
     assert memory.peak_program == "gradients"
@@ -84,7 +84,7 @@ def test_the_peak_is_the_largest_of_all_programs_with_what_lies_beside_them():
 
 def test_before_a_group_is_updated_all_gradients_and_its_neighbours_lie_on_the_device():
     run, stream = run_of(optimizer="host"), stream_of(optimizer="host")
-    first, middle, last = list(moments.moments(run, stream, programs_of(run, None), absent=False))[1:]
+    first, middle, last = list(moments.moments(run, stream, programs_of(run, None)))[1:]
     groups = [group.nbytes for group in stream.groups]
     grads = [sum(math.prod(cut.shape) * 4 for cut in group.cuts) for group in stream.groups]  # as they have arrived
     assert [first.in_flight_bytes, middle.in_flight_bytes] == [sum(groups[:2]), sum(groups)]

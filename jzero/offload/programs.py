@@ -41,7 +41,7 @@ from jzero.step import (
     summed,
     updated,
 )
-from jzero.zero import Layout, Path, path_name
+from jzero.zero import Path, path_name
 
 Kind = tuple[tuple[Path, tuple[int, ...]], ...]  # (parameter, box of its shard), of each piece in a group
 
@@ -207,10 +207,12 @@ def gradients_program(
     given = jax.tree.map(lambda x: x.sharding, before)
     places: dict[str, Any] = {"loss": rest, "finite": rest, "metrics": rest, "factors": rest, "model_state": ()}
     accumulated = accumulated_gradients(groups, gradients)
-    found = Found(grads=[_left(accumulated[path], groups.layouts[path]) for path in groups.layouts], **places)
     memory = gradients_memory(groups, gradients)
+    # Absent devices name no memories: the program takes memory where it can be, and leaves it where it put it.
+    absent = any(x.sharding.memory_kind is None for part in memory for x in part.values())
+    hosted = groups.hosted if absent else ()
+    found = Found(grads=[None if path in hosted else accumulated[path].sharding for path in groups.layouts], **places)
     at = [{path: x.sharding for path, x in part.items()} for part in memory]
-    free = [{path: _left(x, groups.layouts[path]) for path, x in part.items()} for part in memory[1:]]
     program = jax.jit(
         functools.partial(gradients_step, gradients, groups.mesh, clip_norm),
         in_shardings=(given, jax.tree.map(lambda x: x.sharding, batch), at),
@@ -218,9 +220,9 @@ def gradients_program(
             dataclasses.replace(given, params=(), frozen=()),
             found,
             [groups.sharding(path) for path in groups.published],
-            free,
+            None if absent else at[1:],
         ),
-        donate_argnums=2,
+        donate_argnums=() if absent else 2,
         keep_unused=True,
         compiler_options=options,
     )
@@ -237,12 +239,6 @@ def gradients_memory(groups: InGroups, gradients: Gradients) -> list[dict[Path, 
     found = accumulated_gradients(groups, gradients)
     one = {path: found[path] for path in groups.hosted}
     return [one] * gradients.memories if one else []
-
-
-def _left(x: jax.ShapeDtypeStruct, layout: Layout) -> NamedSharding | None:
-    """Where the passes leave a gradient; None, wherever they do, on absent devices, which name no memories."""
-    sharding: Any = x.sharding
-    return None if layout.grads_memory and sharding.memory_kind is None else sharding
 
 
 def publish_program(

@@ -123,8 +123,6 @@ def memory_of(
     devices_per_host: int,
     activations_bytes: int = 0,
     gathered_bytes: int = 0,
-    *,
-    absent: bool = False,
 ) -> Memory:
     """Specs and compiler on what a device holds for a step of `run`.
 
@@ -132,7 +130,6 @@ def memory_of(
         programs: of the run's step, compiled.
         devices_per_host: of the machines it is for.
         activations_bytes, gathered_bytes: as read off the program.
-        absent: the devices are not here, so that to a program all its arguments are on the device.
     """
     tiers, here = tiers_of(run), min(devices_per_host, run.mesh.size)
     return Memory(
@@ -141,7 +138,7 @@ def memory_of(
         host_bytes_per_machine=tiers["host"] * here,
         batch_bytes=sum(map(shard_bytes, jax.tree.leaves(run.abstract_batch))),
         counter_bytes=sum(shard_bytes(x) for x in counters(run.abstract_state)),
-        **_peak(run, programs, absent=absent),
+        **_peak(run, programs),
         activations_bytes=activations_bytes,
         gathered_bytes=gathered_bytes,
         nvme_bytes_per_machine=tiers.get("nvme", 0) * here,
@@ -150,12 +147,12 @@ def memory_of(
     )
 
 
-def _peak(run: jzero.Run, programs: Programs, *, absent: bool) -> dict[str, Any]:
+def _peak(run: jzero.Run, programs: Programs) -> dict[str, Any]:
     """The fields of `Memory` that say when most is held."""
     if run.stream is None:
         found = hlo.memory(programs.passes)
         return {name: getattr(found, name) for name in ("argument_bytes", "temp_bytes", "peak_bytes")}
-    all_moments = list(moments(run, run.stream, programs, absent=absent))
+    all_moments = list(moments(run, run.stream, programs))
     most = max(all_moments, key=lambda moment: moment.peak_bytes)
     return {
         "argument_bytes": most.lying_bytes,

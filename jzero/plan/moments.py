@@ -37,17 +37,9 @@ class Moment:
         return self.lying_bytes + self.more_bytes
 
 
-def moments(run: jzero.Run, stream: Stream, programs: Programs, *, absent: bool) -> Iterator[Moment]:
-    """All programs of a step whose optimizer runs in groups, in the order in which they run.
-
-    Args:
-        absent: the devices are not here.
-    """
+def moments(run: jzero.Run, stream: Stream, programs: Programs) -> Iterator[Moment]:
+    """All programs of a step whose optimizer runs in groups, in the order in which they run."""
     more = {name: _more(program) for name, program in programs.compiled.items()}
-    if absent:
-        # An absent device names no host memory, so that what is handed in for gradients there looks like memory of
-        # the device in which a result may be put.
-        more["gradients"] += hlo.memory(programs.passes).alias_bytes
     always = tiers_of(run)["device"] + sum(map(shard_bytes, jax.tree.leaves(run.abstract_batch)))
     yield Moment("gradients", always, 0, more["gradients"])
     own, groups = stream.optimizer, stream.groups

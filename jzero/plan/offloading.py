@@ -6,6 +6,7 @@ is updated, so it hides behind little, and what counts is its share of the step.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from jzero.zero import shard_bytes
 #: last three are written, too, and a parameter of 2.
 CPU_BYTES = 30
 PCIE_EFFICIENCY = 0.8
+WAYS = ("up_bytes", "down_bytes", "read_bytes", "written_bytes")
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,21 @@ class Offloading:
 
 def offloading_of(run: jzero.Run, devices_per_host: int) -> Offloading | None:
     """What a step of `run` moves, without rates; None where nothing rests elsewhere."""
-    classes = (*_state(run), *_params(run), *_grads(run))
+    classes = _together([*_state(run), *_params(run), *_grads(run)])
     moved = [m for m in classes if m.up_bytes + m.down_bytes + m.read_bytes + m.written_bytes]
     elements = sum(math.prod(cut.shape) for cut in _cuts_on_cpu(run))
     here = min(devices_per_host, run.mesh.size)
     return Offloading(tuple(moved), elements, here) if moved else None
+
+
+def _together(classes: Sequence[Moved]) -> list[Moved]:
+    """Those of the same bytes at the same time as one: the host's update takes down what came up from the host."""
+    found: dict[tuple[str, str], Moved] = {}
+    for m in classes:
+        old = found.get((m.what, m.when), Moved(m.what, m.when))
+        sums = {way: getattr(old, way) + getattr(m, way) for way in WAYS}
+        found[m.what, m.when] = replace(m, **sums)
+    return list(found.values())
 
 
 def _state(run: jzero.Run) -> list[Moved]:

@@ -115,7 +115,7 @@ def of(
         rows=jax.tree.leaves(run.abstract_batch)[0].shape[0],
         micro_batches=run.micro_batches,
         capacity_bytes=capacity_bytes or (gpu.memory_bytes if gpu else None),
-        memory=memory_of(run, programs, per_host, kept.activation_bytes, kept.gathered_bytes, absent=gpu is not None),
+        memory=memory_of(run, programs, per_host, kept.activation_bytes, kept.gathered_bytes),
         traffic=traffic_of(run, ledger, stage, per_host, programs.times),
         time=time,
         offload=moved,

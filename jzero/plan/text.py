@@ -7,7 +7,7 @@ from jzero import host_memory
 from jzero.plan.estimate import Estimate
 from jzero.plan.fit import remedies
 from jzero.plan.memory import Memory, Part
-from jzero.plan.offloading import Offloading
+from jzero.plan.offloading import WAYS, Offloading
 from jzero.plan.report import MARGIN, Plan
 from jzero.plan.traffic import BETWEEN_HOSTS, IN_HOST, Traffic
 
@@ -217,13 +217,12 @@ def _traffic(plan: Plan, unit: Unit) -> str:
 
 
 _WHEN = {"passes": "in the passes", "sums": "in sums and norm", "update": "in the update"}
-_WAYS = ("up_bytes", "down_bytes", "read_bytes", "written_bytes")
 
 
 def _offload(found: Offloading, unit: Unit) -> str:
     """What moves between the device, its host and disks, and what it costs."""
     rows = [("to and from the host", f"up {unit.name}", "down", "read from disk", "written")]
-    rows += [(f"  {m.what}, {_WHEN[m.when]}", *(unit.show(getattr(m, way)) for way in _WAYS)) for m in found.moved]
+    rows += [(f"  {m.what}, {_WHEN[m.when]}", *(unit.show(getattr(m, way)) for way in WAYS)) for m in found.moved]
     lines = [table(rows)]
     if found.without_s:
         lines.append(
