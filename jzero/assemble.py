@@ -28,6 +28,8 @@ from jzero.host_params import on_host
 from jzero.look import Seen, look
 from jzero.mesh import TP, as_mesh, batch_sharding
 from jzero.offload.averages import averages_at_rest
+from jzero.offload.in_files import in_files
+from jzero.offload.param_files import ParamFiles
 from jzero.offload.setup import streamed
 from jzero.optim import with_master
 from jzero.pace import Pace
@@ -95,15 +97,19 @@ def setup(
     layouts, whole = zero_lib.layouts(seen.leaves(), stage, zero, mesh, precision.reduce, precision.grads)
     if offload.params == "host":
         layouts = on_host(layouts, seen.leaves(), zero, offload.min_param_bytes)
+    files = ParamFiles(mesh, {})
+    if offload.params == "nvme":
+        layouts, files = in_files(layouts, seen.leaves(), zero, offload.min_param_bytes, seen.params, mesh)
     if offload.grads == "host":
         trained = [leaf for leaf in seen.leaves() if leaf.path in seen.trained()]
         layouts |= grads_on_host(layouts, trained, offload.min_param_bytes)
-    layers_fetch = any(layout.memory for layout in layouts.values())
+    layers_fetch = any(layout.memory or layout.in_files for layout in layouts.values())
     layer_bytes = _layer_bytes(seen.leaves(), layouts, mesh)
     compiler_options = comm.compiler_options(mesh, layer_bytes, layers_fetch=layers_fetch)
     gradients = Gradients(
         template=seen.template,
         loss_fn=loss_fn,
+        params={path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in seen.params.items()},
         layouts=layouts,
         layers=seen.layers,
         slots={path: _slot(x, layouts[path], mesh, precision.grads) for path, x in seen.trained().items()},
@@ -121,21 +127,21 @@ def setup(
     with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
         shapes = jax.eval_shape(functools.partial(born, optimizer))
 
+    files.check_average(shapes.opt_state)
+
     specs = _specs(seen, layouts, shapes)
     shardings = _shardings(mesh, specs.state, layouts)
     state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     rows = batch_sharding(mesh)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, device_dtype(x), sharding=rows), batch)
-    make_driver = functools.partial(streamed, offload) if offload.in_groups else at_once
+    make_driver = functools.partial(streamed, offload, files) if offload.in_groups else at_once
     driver = make_driver(optimizer, gradients, limit, state, batch, born, compiler_options)
-    if driver.opt_state is not None:
-        state = dataclasses.replace(state, opt_state=driver.opt_state)
     evaluate = functools.partial(evaluate_step, gradients, mesh)
-    without_optimizer = dataclasses.replace(shardings, opt_state=())
+    without_optimizer = jax.tree.map(lambda x: x.sharding, driver.entered(dataclasses.replace(state, opt_state=())))
     run = Run(
         mesh=mesh,
         specs=specs,
-        abstract_state=state,
+        abstract_state=driver.state,
         whole=whole,
         notes=(
             *notes(seen.found, seen.layers, layouts, gradients.hoisted, regather=zero.regather),
@@ -154,6 +160,8 @@ def setup(
         ),
         _average_at_rest=averages_at_rest(gradients, mesh, dtypes, shardings.params),
         _elsewhere_bytes=driver.elsewhere_bytes,
+        _entered=driver.entered,
+        _errors=driver.errors,
         _pace=Pace(mesh),
     )
     _check_pinned(run)

@@ -99,7 +99,7 @@ class BlockFiles:
             raise ValueError(f"block {name!r}: cannot be read into an array that is read-only")
         transfer = _Transfer(name, view, len(self._pieces[name]), self._read, self._readers)
         with self._lock:
-            self._check()
+            self.check()
             if name not in self._written:
                 raise TierError(f"block {name!r} was never written; write it before it is read")
             before = self._queued(transfer)
@@ -114,7 +114,7 @@ class BlockFiles:
         """
         transfer = _Transfer(name, self._bytes(name, data), len(self._pieces[name]), self._write, self._writers)
         with self._lock:
-            self._check()
+            self.check()
             self._written.add(name)
             before = self._queued(transfer)
         return self._begin(transfer, before)
@@ -135,7 +135,12 @@ class BlockFiles:
             for pool in (*self._readers, *self._writers):
                 pool.shutdown()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises the first error, if there was one.
+
+        Raises:
+            TierError: what went wrong.
+        """
         if self._fault:
             raise TierError(str(self._fault)) from self._fault
 
@@ -176,7 +181,7 @@ class BlockFiles:
         """One piece, in a thread."""
         fault, what = None, f"block {transfer.name!r}"
         try:
-            self._check()
+            self.check()
             part = transfer.view[piece.start : piece.stop]
             transfer.move(self._files[piece.disk], part, piece.offset, what)
         except TierError as error:

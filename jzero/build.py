@@ -116,7 +116,7 @@ def check_memory(run: jzero.Run) -> None:
 
 
 def check_disks(config: Config, run: jzero.Run) -> None:
-    """Refuses a run whose optimizer state has no room in `offload.dir`.
+    """Refuses a run whose optimizer state and parameters have no room in `offload.dir`.
 
     Raises:
         ConfigError: names the directories, and the bytes that are needed and free.
@@ -128,7 +128,7 @@ def check_disks(config: Config, run: jzero.Run) -> None:
         needed, free = sharing * run.file_bytes // len(disks), shutil.disk_usage(disk).free
         if needed > free:
             raise ConfigError(
-                f"offload.dir = {directory}: the optimizer's state takes {size(needed)} of that disk, which has "
+                f"offload.dir = {directory}: what rests in files takes {size(needed)} of that disk, which has "
                 f"{size(free)} free; name another disk, or more of them, or raise offload.host_bytes"
             )
 

@@ -124,6 +124,39 @@ class Store(_Sends):
 
 
 @dataclass(frozen=True)
+class Read(_Sends):
+    """Files to device memory: a ticket, which says which layer, becomes what the device holds of that layer.
+
+    Attributes:
+        read: (ticket, number of the device in the mesh, row by row) -> host array; runs on the host while the program
+            waits.
+        shape: of the layer on one device.
+        dtype: of the layer.
+        tp_spec: what tensor parallelism has taken of it.
+    """
+
+    read: Callable[[Any, Any], Any]
+    shape: tuple[int, ...]
+    dtype: str
+    tp_spec: P
+
+    def message_bytes(self, elements: int, itemsize: int) -> int:  # noqa: ARG002 (nothing, of whatever)
+        """None."""
+        return 0
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """A ticket, [] int32 -> the layer."""
+
+        def read(ticket: jax.Array) -> jax.Array:
+            device = lax.axis_index((*DATA_AXES, TP))
+            result = jax.ShapeDtypeStruct(self.shape, self.dtype)
+            return jax.pure_callback(self.read, result, ticket, device, vmap_method="sequential")
+
+        # All axes manual: JAX takes calls of the host in no other region.
+        return jax.shard_map(read, axis_names={TP}, in_specs=P(), out_specs=self.tp_spec, check_vma=False)(x)
+
+
+@dataclass(frozen=True)
 class Gather(_Sends):
     """All-gather of `dim` over `axes`, in the tensor's own dtype: a shard becomes whole.
 

@@ -1,5 +1,6 @@
 """What runs a step: one program, or several in turn (`jzero/offload`)."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,15 +25,19 @@ class Driver:
         programs: by name, each jitted program of a step with abstract arguments.
         elsewhere_bytes: of optimizer state at rest outside of the device, of one device, by tier.
         file_bytes: of the files of this process.
-        opt_state: abstract, where it rests in pieces; None where all of it is whole arrays.
+        state: abstract, with where each piece rests of what rests in pieces.
+        entered: a state, abstract or not, as programs are given it.
+        errors: in which programs are run that read what rests elsewhere, so that its errors are said as its own.
     """
 
     init: Callable[[], TrainState]
     step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+    state: TrainState
     programs: Mapping[str, tuple[Any, tuple[Any, ...]]]
     elsewhere_bytes: Mapping[str, int] = field(default_factory=dict)
     file_bytes: int = 0
-    opt_state: Any = None
+    entered: Callable[[TrainState], TrainState] = lambda state: state
+    errors: Callable[[], Any] = contextlib.nullcontext
 
 
 def at_once(
@@ -62,7 +67,7 @@ def at_once(
         compiler_options=options,
     )
     init = jax.jit(functools.partial(born, optimizer), out_shardings=shardings)
-    return Driver(in_mesh(mesh, init), in_mesh(mesh, step), {"step": (step, (state, batch))})
+    return Driver(in_mesh(mesh, init), in_mesh(mesh, step), state, {"step": (step, (state, batch))})
 
 
 def in_mesh(mesh: Mesh, call: Callable[..., Any]) -> Callable[..., Any]:

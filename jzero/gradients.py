@@ -40,6 +40,7 @@ class Gradients:
     Attributes:
         template: the model.
         loss_fn: -> (sum of losses, weight) or (sum of losses, weight, dict of sums).
+        params: shapes and dtypes of all parameters.
         layouts: of all parameters, frozen ones too.
         layers: how many leading dims of each parameter number layers.
         slots: shape and dtype of each trained parameter's gradient on one device (tp dims whole).
@@ -53,6 +54,7 @@ class Gradients:
 
     template: Template
     loss_fn: LossFn
+    params: Mapping[Path, jax.ShapeDtypeStruct]
     layouts: Mapping[Path, Layout]
     layers: Mapping[Path, int]
     slots: Mapping[Path, jax.ShapeDtypeStruct]
@@ -114,16 +116,14 @@ class Gradients:
         sums, _ = lax.scan(micro, self._zero_sums(), split_rows(batch, micro_batches))
         return self._total(sums)
 
-    def for_evaluation(self, mesh: Mesh, params: Values, state: Values, batch: Any) -> "Gradients":
+    def for_evaluation(self, mesh: Mesh, state: Values, batch: Any) -> "Gradients":
         """The same, ready for what the loss does in evaluation mode, which may read parameters elsewhere.
 
         Args:
-            params, state, batch: anything with shapes and dtypes; `batch` is one device's rows of one microbatch.
+            state, batch: anything with shapes and dtypes; `batch` is one device's rows of one microbatch.
         """
-        # Without their memory: the loss is looked at as if all were on the device.
-        params = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in params.items()}
-        found = probe(self.template, self.loss_fn, mesh, params, state, batch, train=False)
-        elsewhere = hoisted(found.uses, params, self.layers, self.layouts)
+        found = probe(self.template, self.loss_fn, mesh, self.params, state, batch, train=False)
+        elsewhere = hoisted(found.uses, self.params, self.layers, self.layouts)
         return replace(self, hoisted=self.hoisted | elsewhere, sum_names=found.sum_names)
 
     @property

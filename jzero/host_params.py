@@ -42,19 +42,30 @@ def on_host(
         ShardingError: gathered parameters are to stay until the backward pass, so all would be on the device at once;
             or no leaf is large enough.
     """
+    paths = {leaf.path for leaf in chosen("host", leaves, zero, at_least_bytes)}
+    return {path: resting_on_host(to) if path in paths else to for path, to in layouts.items()}
+
+
+def chosen(place: str, leaves: Iterable[Leaf], zero: Zero, at_least_bytes: int) -> list[Leaf]:
+    """The leaves that rest in a place outside of the device.
+
+    Raises:
+        ShardingError: as `on_host`.
+    """
     if not zero.regather:
         raise ShardingError(
-            "offload.params host with zero.regather false: parameters would stay on the device from forward to "
-            "backward, all layers at once; take zero.regather true, or leave the parameters on the device"
+            f"offload.params {place} with zero.regather false: parameters would stay on the device from forward to "
+            f"backward, all layers at once; take zero.regather true, or leave the parameters on the device"
         )
-    sizes = {leaf.path: layer_bytes(leaf) for leaf in leaves}
-    chosen = {path for path, size in sizes.items() if size >= at_least_bytes}
-    if not chosen:
+    sizes = [(leaf, layer_bytes(leaf)) for leaf in leaves]
+    found = [leaf for leaf, size in sizes if size >= at_least_bytes]
+    if not found:
         raise ShardingError(
-            f"offload.params host: no parameter has {at_least_bytes:,} bytes in a layer, the largest has "
-            f"{max(sizes.values(), default=0):,}, so all would stay on the device; leave offload.params at none"
+            f"offload.params {place}: no parameter has {at_least_bytes:,} bytes in a layer, the largest has "
+            f"{max((size for _, size in sizes), default=0):,}, so all would stay on the device; leave offload.params "
+            f"at none"
         )
-    return {path: resting_on_host(to) if path in chosen else to for path, to in layouts.items()}
+    return found
 
 
 def resting_on_host(layout: Layout) -> Layout:

@@ -139,6 +139,12 @@ def averaged(tx: optax.GradientTransformation, decay: float) -> optax.GradientTr
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def keeps_average(opt_state: Any) -> bool:
+    """Whether an optimizer state, abstract or not, holds averaged parameters."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Averaged))
+    return any(isinstance(node, Averaged) for node in nodes)
+
+
 def average_of(opt_state: Any) -> Any:
     """The averaged parameters that an optimizer state holds.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 _CHOICES = {
     "optimizer": ("none", "device", "host", "nvme"),
     "update": ("device", "cpu"),
-    "params": ("none", "host"),
+    "params": ("none", "host", "nvme"),
     "grads": ("none", "host"),
 }
 GROUP_BYTES = 2**28  # at 50 GB/s both ways a group is 5 ms on its way; three of them are little beside a model
@@ -23,7 +23,7 @@ class Offload:
         optimizer: where the optimizer's state rests: "none", on the device, and is updated at once; "host", in pinned
             host memory; "nvme", in files; "device", on the device, but is updated in groups as if it were elsewhere.
         update: where the update is computed, on the "device" or on the host's "cpu".
-        params: where parameters rest: "none", on the device; "host".
+        params: where parameters rest: "none", on the device; "host"; "nvme", in files.
         grads: where accumulated gradients rest: "none", on the device; "host", twice their size with microbatches.
         dir: of the files, one directory per disk.
         group_size: bytes of state on one device that are worked on together.
@@ -55,13 +55,18 @@ class Offload:
                 f"offload.update = cpu with offload.optimizer = {self.optimizer}: the state must rest outside "
                 f"of the device; take offload.optimizer = host or nvme"
             )
-        if self.optimizer == "nvme" and not self.dir:
-            raise ValueError("offload.optimizer = nvme needs offload.dir, a directory on each disk to be used")
-        for key in ("dir", "host_bytes"):
-            if getattr(self, key) and self.optimizer != "nvme":
-                raise ValueError(
-                    f"offload.{key} = {getattr(self, key)!r} is for files: offload.optimizer is {self.optimizer}"
-                )
+        in_files = [key for key in ("optimizer", "params") if getattr(self, key) == "nvme"]
+        if in_files and not self.dir:
+            raise ValueError(f"offload.{in_files[0]} = nvme needs offload.dir, a directory on each disk to be used")
+        if self.dir and not in_files:
+            raise ValueError(
+                f"offload.dir = {self.dir!r} is for files: offload.optimizer is {self.optimizer}, offload.params "
+                f"{self.params}"
+            )
+        if self.host_bytes and self.optimizer != "nvme":
+            raise ValueError(
+                f"offload.host_bytes = {self.host_bytes!r} is for state in files: offload.optimizer is {self.optimizer}"
+            )
 
     @property
     def in_groups(self) -> bool:

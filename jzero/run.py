@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero.gradients import Gradients, rows_per_device
 from jzero.mesh import batch_sharding, data_size, process_rows
+from jzero.offload.at_rest import on_device
 from jzero.offload.files import Stored
 from jzero.offload.stream import Stream
 from jzero.optim import average_of
@@ -46,7 +47,7 @@ class Run:
         per_layer: the trained parameters as layers read them, a nested dict of ShapeDtypeStruct: where layers are
             stacked, one layer's.
         abstract_batch: one batch as ShapeDtypeStructs with their shardings.
-        file_bytes: of the files that this process keeps optimizer state in.
+        file_bytes: of the files that this process keeps optimizer state and parameters in.
     """
 
     mesh: Mesh
@@ -65,6 +66,8 @@ class Run:
     _evaluate: Any
     _average_at_rest: Any
     _elsewhere_bytes: Mapping[str, int]
+    _entered: Callable[[TrainState], TrainState]
+    _errors: Callable[[], Any]
     _pace: Pace
 
     def __repr__(self) -> str:
@@ -120,10 +123,11 @@ class Run:
         """
         check_alive(state)
         rows = rows_per_device(_whole(batch, self.mesh), self.mesh, 1)
-        with jax.set_mesh(self.mesh):
-            metrics = self._evaluate(
-                dataclasses.replace(state, opt_state=()), self._placed(batch), self._evaluation_parts(rows)
-            )
+        given = self._entered(dataclasses.replace(state, opt_state=()))
+        with self._errors(), jax.set_mesh(self.mesh):
+            metrics = self._evaluate(given, self._placed(batch), self._evaluation_parts(rows))
+            if self.params_in_files():  # which a step writes, whatever still reads them
+                jax.block_until_ready(metrics)
         self._pace.dispatched(metrics)
         return metrics
 
@@ -142,7 +146,7 @@ class Run:
 
     def model(self, state: TrainState) -> nnx.Module:
         """The NNX module on the state's global arrays."""
-        params = flatten_dict(state.params) | flatten_dict(state.frozen)
+        params = {path: on_device(x) for path, x in (flatten_dict(state.params) | flatten_dict(state.frozen)).items()}
         return self._gradients.template.merge(params, flatten_dict(state.model_state), {})
 
     def put(self, batch: Any) -> Any:
@@ -188,10 +192,10 @@ class Run:
         """
         state, specs = self.abstract_state, self.specs.state
         names = ("params", "frozen", "opt_state", "model_state")
-        host = {"params": self.params_on_host(), "frozen": self.params_on_host()}
+        tiers = dict.fromkeys(self.params_on_host(), "host") | dict.fromkeys(self.params_in_files(), "nvme")
+        of_params = {"params": tiers, "frozen": tiers}
         found = {
-            name: self._by_tier(getattr(state, name), getattr(specs, name), host.get(name, frozenset()))
-            for name in names
+            name: self._by_tier(getattr(state, name), getattr(specs, name), of_params.get(name, {})) for name in names
         }
         elsewhere = dict(self._elsewhere_bytes)
         found["opt_state"] = {"device": found["opt_state"]["device"] - sum(elsewhere.values()), **elsewhere}
@@ -200,6 +204,10 @@ class Run:
     def params_on_host(self) -> frozenset[Path]:
         """Parameters, trained and frozen, that rest in host memory; of absent devices no sharding says so."""
         return frozenset(path for path, to in self._gradients.layouts.items() if to.memory)
+
+    def params_in_files(self) -> frozenset[Path]:
+        """Parameters, trained and frozen, that rest in files."""
+        return frozenset(path for path, to in self._gradients.layouts.items() if to.in_files)
 
     def pinned_bytes(self) -> int:
         """Bytes of pinned host memory from step to step, of one device's part: what its copies read and write there."""
@@ -215,10 +223,10 @@ class Run:
         """The groups in which the optimizer runs; None where a step is one program."""
         return self._step if isinstance(self._step, Stream) else None
 
-    def _by_tier(self, shapes: Any, specs: Any, host: frozenset[Path]) -> dict[str, int]:
+    def _by_tier(self, shapes: Any, specs: Any, tiers: Mapping[Path, str]) -> dict[str, int]:
         found = {"device": 0}
         for (keys, x), spec in zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(specs), strict=True):
-            tier = "host" if host and tuple(key.key for key in keys) in host else "device"
+            tier = tiers.get(tuple(key.key for key in keys), "device") if tiers else "device"
             found[tier] = found.get(tier, 0) + shard_bytes(x, NamedSharding(self.mesh, spec))
         return found
 

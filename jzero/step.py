@@ -222,7 +222,7 @@ def evaluate_step(gradients: Gradients, mesh: Mesh, state: TrainState, batch: An
     """The exact mean loss of a batch in evaluation mode, `micro_batches` parts after each other, and its sums."""
     params, frozen, model_state = map(flatten_dict, (state.params, state.frozen, state.model_state))
     local = abstract_rows(batch, mesh, micro_batches)
-    gradients = gradients.for_evaluation(mesh, params | frozen, model_state, local)
+    gradients = gradients.for_evaluation(mesh, model_state, local)
     evaluate = functools.partial(gradients.evaluate, micro_batches=micro_batches)
     sums = over_data(evaluate, mesh, _at_rest_specs(gradients), P())(params, frozen, model_state, batch)
     return {**sums, "loss": sums["loss"] / sums["weight"]}
@@ -267,7 +267,7 @@ def init_state(
 
 def _at_rest_specs(gradients: Gradients) -> tuple[Any, Any, P, P]:
     """How (trained parameters, frozen ones, model state, batch) enter the manual region."""
-    rest = {path: data_part(layout.params) for path, layout in gradients.layouts.items()}
+    rest = {path: data_part(layout.given) for path, layout in gradients.layouts.items()}
     template = gradients.template
     return {path: rest[path] for path in template.trained}, {p: rest[p] for p in template.frozen}, P(), P(DATA_AXES)
 

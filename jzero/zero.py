@@ -150,6 +150,7 @@ class Layout:
         publish: updated parameter to rest, once per step.
         memory: the kind of memory that the parameter rests in; None is the device's own.
         grads_memory: the same of the gradient while it is accumulated.
+        in_files: the parameter rests in files, and a program is given tickets for its layers (`collectives.Read`).
     """
 
     params: P
@@ -162,6 +163,7 @@ class Layout:
     publish: Transition
     memory: str | None = None
     grads_memory: str | None = None
+    in_files: bool = False
 
     @property
     def moves(self) -> bool:
@@ -171,6 +173,11 @@ class Layout:
     def at_rest(self, mesh: Mesh) -> NamedSharding:
         """How the parameter lies between steps."""
         return NamedSharding(mesh, self.params, memory_kind=self.memory)
+
+    @property
+    def given(self) -> P:
+        """The spec of what a program is given of the parameter."""
+        return P() if self.in_files else self.params
 
 
 def path_name(path: Iterable[Hashable]) -> str:

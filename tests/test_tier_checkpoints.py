@@ -40,18 +40,21 @@ LAYOUTS = {
     "nvme": ("dp=4,tp=2", 3, {**HOST, "optimizer": "nvme"}),
     "nvme and cpu": ("node=2,dp=4", 2, {**CPU, "optimizer": "nvme"}),
     "params, too": ("dp=8", 3, {**HOST, "params": "host", "min_param_bytes": 0}),
+    "params in files": ("dp=8", 3, {**HOST, "optimizer": "nvme", "params": "nvme", "min_param_bytes": 0}),
     "other pieces": ("dp=4,tp=2", 3, {**HOST, "group_size": 2_000}),
     "other mesh": ("node=2,dp=4", 2, HOST),
     "one device": ("dp=1", 0, HOST),
     "one device, none": ("dp=1", 0, {}),
 }
-SAVED = ("none", "host", "cpu", "nvme", "params, too", "device", "nvme and cpu")
+SAVED = ("none", "host", "cpu", "nvme", "params, too", "params in files", "device", "nvme and cpu")
 QUICK = {
     *(("none", new) for new in ("host", "nvme", "params, too")),
     *(("host", new) for new in ("none", "host", "other pieces", "one device")),
     *(("cpu", "nvme"), ("nvme", "one device, none"), ("nvme", "nvme"), ("params, too", "none")),
+    *(("none", "params in files"), ("params in files", "params in files"), ("params in files", "none")),
 }
-NEXT = {("none", "host"), ("host", "host"), ("host", "none"), ("nvme", "nvme"), ("params, too", "none")}  # step on
+NEXT = {("none", "host"), ("host", "host"), ("host", "none"), ("nvme", "nvme"), ("params, too", "none")}
+NEXT |= {("params in files", "none"), ("none", "params in files")}  # step on
 
 pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="the meshes are for 8 devices")
 
@@ -61,7 +64,7 @@ def run_of(tmp_path_factory):
     @functools.cache
     def of(layout: str, **options: Any) -> jzero.Run:
         axes, stage, placement = LAYOUTS[layout]
-        if placement.get("optimizer") == "nvme":
+        if "nvme" in placement.values():
             placement = {**placement, "dir": (str(tmp_path_factory.mktemp("tier")),)}
         mesh = jzero.make_mesh(axes, jax.devices()[: 1 if axes == "dp=1" else 8])
         tx = optax.adamw(1e-3)

@@ -132,7 +132,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, fox
     )
     err = capsys.readouterr().err
     assert status == 2
-    assert err.startswith(f"error: offload.dir = {tmp_path / 'disk'}: the optimizer's state takes ")
+    assert err.startswith(f"error: offload.dir = {tmp_path / 'disk'}: what rests in files takes ")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "disk").exists()
 

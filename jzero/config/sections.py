@@ -254,8 +254,10 @@ class Offload(Section):
     update: Literal["device", "cpu"] = Field(
         "device", description="where the update is computed; cpu: the state never comes to the device"
     )
-    params: Literal["none", "host"] = Field(
-        "none", description="where parameters rest; host: fetched layer by layer, ahead of use"
+    params: Literal["none", "host", "nvme"] = Field(
+        "none",
+        description="where parameters rest; host: fetched layer by layer, ahead of use; nvme: read from files so, and "
+        "written in the groups of the optimizer's state, wherever that rests",
     )
     grads: Literal["none", "host"] = Field("none", description="where accumulated gradients rest")
     dir: tuple[str, ...] = Field(

@@ -9,17 +9,22 @@ import numpy as np
 from jax import lax
 
 from jzero.driver import in_mesh
+from jzero.offload.files import Place, from_device
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
+from jzero.offload.param_files import ParamFiles
 from jzero.offload.pieces import Pieces, cut_out
-from jzero.offload.programs import Kind, kind_of
 from jzero.offload.stream import Group
 from jzero.optim import Optimizer
 from jzero.step import TrainState
 
 
 def new_state(
-    optimizer: InGroups, groups: Sequence[Group], abstract: TrainState, born: Callable[[Optimizer], TrainState]
+    optimizer: InGroups,
+    groups: Sequence[Group],
+    files: ParamFiles,
+    abstract: TrainState,
+    born: Callable[[Optimizer], TrainState],
 ) -> TrainState:
     """A new train state.
 
@@ -28,6 +33,7 @@ def new_state(
     parameter, in its shards, and nothing of a size that grows with the model.
 
     Args:
+        files: of parameters.
         abstract: with shardings.
         born: makes a train state with the state of an optimizer; not jitted.
     """
@@ -42,35 +48,44 @@ def new_state(
 
         return born(optimizer.optimizer._replace(init=chosen))
 
-    def pieces(cuts: Sequence[tuple[int, Cut]]) -> Any:
-        """The jitted function (start of each piece) -> pieces."""
-        places = [leaves[i].sharding for i, _ in cuts]
+    programs: dict[Any, Any] = {}
 
-        def make(starts: Sequence[Any]) -> list[Any]:
-            arrays = lax.with_sharding_constraint(with_leaves([i for i, _ in cuts]).opt_state, places)
-            return [_piece(x, *of) for x, *of in zip(arrays, places, (cut for _, cut in cuts), starts, strict=True)]
+    def pieces(cuts: Sequence[tuple[Any, Cut]], arrays_of: Callable[[list[Any]], list[Any]]) -> list[Any]:
+        """Pieces of arrays, by a program for all pieces of the same shapes."""
+        keys = [key for key, _ in cuts]
+        kind = tuple((key, cut.shape) for key, cut in cuts)
+        if kind not in programs:
+            places = [given[key].sharding for key in keys]
 
-        return in_mesh(optimizer.mesh, jax.jit(make, out_shardings=places))
+            def make(starts: Sequence[Any]) -> list[Any]:
+                arrays = lax.with_sharding_constraint(arrays_of(keys), places)
+                return [_piece(x, *of) for x, *of in zip(arrays, places, (cut for _, cut in cuts), starts, strict=True)]
+
+            programs[kind] = in_mesh(optimizer.mesh, jax.jit(make, out_shardings=places))
+        return programs[kind]([np.asarray(cut.start, np.int32) for _, cut in cuts])
 
     rest = optimizer.numbers(None)
-    places = replace(shardings, opt_state=[leaves[i].sharding for i in rest])
-    state = in_mesh(optimizer.mesh, jax.jit(lambda: with_leaves(rest), out_shardings=places))()
-    programs: dict[Kind, Any] = {}
-    parts: dict[int, list[tuple[Cut, Any]]] = {}
+    places = files.without(replace(shardings, opt_state=[leaves[i].sharding for i in rest]))
+    state = in_mesh(optimizer.mesh, jax.jit(lambda: files.without(with_leaves(rest)), out_shardings=places))()
+    given: dict[Any, Any] = {**dict(enumerate(leaves)), **files.wholes}
+    parts: dict[Any, list[tuple[Cut, Any]]] = {}
     for k, group in enumerate(groups):
-        cuts, kind = optimizer.cuts(group.cuts), kind_of(group.cuts)
-        if kind not in programs:
-            programs[kind] = pieces(cuts)
-        made = programs[kind]([np.asarray(cut.start, np.int32) for _, cut in cuts])
+        cuts = optimizer.cuts(group.cuts)
+        made = pieces(cuts, lambda numbers: with_leaves(numbers).opt_state)
         stored, left = group.tier.store(k, group.updater.settle(made))
         del made
         left()
         for (i, cut), part in zip(cuts, stored, strict=True):
             parts.setdefault(i, []).append((cut, part))
-    found: dict[int, Any] = dict(zip(rest, state.opt_state, strict=True))
-    found |= {i: Pieces(leaves[i], *zip(*of, strict=True)) for i, of in parts.items()}
+    for k, in_files in files.cuts().items():
+        for number, cut in enumerate(in_files):
+            (made,) = pieces([(cut.path, cut)], lambda paths: files.chosen(with_leaves([]), paths))
+            shards = from_device(Place(given[cut.path], cut, ()), made)
+            parts.setdefault(cut.path, []).append((cut, files.fill(k, number, shards)))
+    found: dict[Any, Any] = dict(zip(rest, state.opt_state, strict=True))
+    found |= {key: Pieces(given[key], *zip(*of, strict=True)) for key, of in parts.items()}
     treedef = jax.tree.structure(abstract.opt_state)
-    return replace(state, opt_state=treedef.unflatten([found[i] for i in range(len(leaves))]))
+    return files.within(replace(state, opt_state=treedef.unflatten([found[i] for i in range(len(leaves))])), found)
 
 
 def _piece(x: jax.Array, sharding: Any, cut: Cut, start: Any) -> jax.Array:

@@ -1,13 +1,13 @@
-"""Pieces of the optimizer state in files: ZeRO-Infinity's NVMe tier (Rajbhandari et al. 2021, section 5).
+"""Pieces of the train state in files: ZeRO-Infinity's NVMe tier (Rajbhandari et al. 2021, section 5).
 
-A piece is one block of `BlockFiles` for each distinct shard of this process.  A group is read, by threads, while the
-one before is updated, and written behind; host memory holds the groups under way.  The files are scratch: what lasts
-is a checkpoint.
+A piece is in equal blocks of `BlockFiles`, one or several for each distinct shard of this process.  A group is read,
+by threads, while the one before is updated, and written behind; host memory holds the groups under way.  The files are
+scratch: what lasts is a checkpoint.
 """
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,22 +26,41 @@ __all__ = ["InFiles", "Place", "Stored", "TierError"]
 
 @dataclass(frozen=True)
 class Place:
-    """One piece of one array of the optimizer state, and the blocks that hold it.
+    """One piece of one array, and the blocks that hold it.
 
     Attributes:
         whole: the array, abstract.
         cut: the piece.
-        blocks: names, one for each distinct shard of this process.
+        blocks: names, of each distinct shard of this process one after the other.
+        per_shard: how many equal blocks a shard is in, one after the other.
     """
 
     whole: jax.ShapeDtypeStruct
     cut: Cut
     blocks: tuple[str, ...]
+    per_shard: int = 1
+
+    @property
+    def shards(self) -> int:
+        """How many there are."""
+        return len(self.blocks) // self.per_shard
+
+    @property
+    def shard_bytes(self) -> int:
+        """Of one shard."""
+        return math.prod(self.cut.shape) * self.whole.dtype.itemsize
 
     @property
     def block_bytes(self) -> int:
         """Of one block."""
-        return math.prod(self.cut.shape) * self.whole.dtype.itemsize
+        return self.shard_bytes // self.per_shard
+
+    def each(self, shards: Sequence[np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+        """(name, bytes) of each block, of shards in memory, contiguous."""
+        names = iter(self.blocks)
+        for shard in shards:
+            parts = shard.reshape(-1).view(np.uint8).reshape(self.per_shard, self.block_bytes)
+            yield from ((next(names), part) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -127,7 +146,7 @@ class InFiles:
         """
         if part.version != self._versions.get(part.place.blocks):
             raise ValueError(
-                f"the optimizer state in {', '.join(self._directories)} was overwritten by a later step, or by a "
+                f"what rests in {', '.join(self._directories)} was overwritten by a later step, or by a "
                 f"newer state of this run: use what step returned, and one state at a time"
             )
 
@@ -154,7 +173,7 @@ class InFiles:
         with self._lock:
             version = self._next_version(place)
         whole_blocks = [np.ascontiguousarray(shard) for shard in shards]
-        for done in [files.write(name, data) for name, data in zip(place.blocks, whole_blocks, strict=True)]:
+        for done in [files.write(name, data) for name, data in place.each(whole_blocks)]:
             done.result()
         return Stored(self, place, version)
 
@@ -164,10 +183,23 @@ class InFiles:
 
     def read(self, place: Place) -> list[np.ndarray]:
         """The shards of a piece, for a checkpoint; memory of their own."""
-        shards = [aligned(place.block_bytes) for _ in place.blocks]
-        for done in [self._opened().read(name, out) for name, out in zip(place.blocks, shards, strict=True)]:
+        shards = [aligned(place.shard_bytes) for _ in range(place.shards)]
+        for done in [self._opened().read(name, out) for name, out in place.each(shards)]:
             done.result()
         return [shard.view(place.whole.dtype).reshape(place.cut.shape) for shard in shards]
+
+    def check_files(self) -> None:
+        """Raises what went wrong with the files, if anything did.
+
+        Raises:
+            TierError: what went wrong.
+        """
+        if self._files:
+            self._files.check()
+
+    def begin_read(self, block: str, out: np.ndarray) -> Future[None]:
+        """As `BlockFiles.read`."""
+        return self._opened().read(block, out)
 
     def _read(self, group: int) -> list[Any]:
         places, files = self._groups[group], self._opened()
@@ -175,7 +207,7 @@ class InFiles:
         reads = [
             files.read(name, out)
             for place, shards in zip(places, taken, strict=True)
-            for name, out in zip(place.blocks, shards, strict=True)
+            for name, out in place.each(shards)
         ]
         for done in reads:
             done.result()
@@ -193,9 +225,9 @@ class InFiles:
         """From the memory of the arrays, when they are computed: they are kept until it is on disk."""
         files = self._opened()
         writes = [
-            files.write(name, np.ascontiguousarray(shard))
+            files.write(name, data)
             for place, array in zip(self._groups[group], arrays, strict=True)
-            for name, shard in zip(place.blocks, self._leave(place, array), strict=True)
+            for name, data in place.each([np.ascontiguousarray(shard) for shard in self._leave(place, array)])
         ]
         for done in writes:
             done.result()

@@ -105,6 +105,10 @@ class InGroups:
         x = self.params[path]
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.updating(path))
 
+    def in_files(self, group: tuple[Cut, ...]) -> list[Cut]:
+        """The pieces of a group whose parameters rest in files, piece by piece."""
+        return [cut for cut in group if self.layouts[cut.path].in_files]
+
     @property
     def published(self) -> list[Path]:
         """The parameters that are updated in another layout than they rest in."""

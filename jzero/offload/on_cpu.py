@@ -50,12 +50,13 @@ class UpdatedOnCpu:
                     f"works on whole tensors); take offload.update = device, or another optimizer"
                 )
         self._groups, self._group, self._programs = groups, group, programs
+        self._in_files = groups.in_files(tuple(group))
         self._copies = Copies()
 
     def bring(self, grads: Sequence[jax.Array], params: Mapping[Path, Any]) -> list[tuple[Any, Any]]:
         """Gradients on their way down, and the parameters that are their own masters."""
         of_grads = [_shards(x, self._groups.param(c.path), c) for x, c in zip(grads, self._group, strict=True)]
-        return [(x, self._old(params[cut.path], cut)) for x, cut in zip(of_grads, self._group, strict=True)]
+        return [(x, self._old(params.get(cut.path), cut)) for x, cut in zip(of_grads, self._group, strict=True)]
 
     def update(
         self,
@@ -69,9 +70,13 @@ class UpdatedOnCpu:
         given = _on_host(scalars)
         for cut, (grad, old) in zip(self._group, brought, strict=True):
             own = [next(flat) for _ in self._groups.numbers(cut.path)]
-            parts, updated, after = self._cut(cut, own, _arrived(grad), old and _arrived(old), given)
+            olds = params[cut.path] if cut in self._in_files else old and self._chunked(cut, old)
+            parts, updated, after = self._cut(cut, own, _arrived(grad), olds, given)
             states += parts
-            new[cut.path] = self._up({**params, **new}[cut.path], cut, updated, scalars.finite)
+            if cut in self._in_files:
+                new[cut.path] = updated
+            else:
+                new[cut.path] = self._up({**params, **new}[cut.path], cut, updated, scalars.finite)
         rest = scalars.loss.sharding
         shared, report = jax.device_put(jax.device_get((after.shared, after.report)), rest)
         return new, states, scalars._replace(shared=shared, report=report)
@@ -85,15 +90,15 @@ class UpdatedOnCpu:
         ]
 
     def _cut(
-        self, cut: Cut, own: list[Part], grads: list[np.ndarray], old: list[np.ndarray] | None, given: Any
-    ) -> tuple[list[Part], list[np.ndarray], Scalars]:
-        """(new state, new parameters by shard, scalars) of one piece."""
+        self, cut: Cut, own: list[Part], grads: list[np.ndarray], old: Part | None, given: Any
+    ) -> tuple[list[Part], Part, Scalars]:
+        """(new state, new parameter, scalars) of one piece."""
         abstract = self._groups.param(cut.path)
         program, devices = self._program(cut), list(_devices(abstract, cut))
         arguments, counts = [], []
         for r, device in enumerate(devices):
             reads = _chunks(grads[r], device)
-            olds = _chunks(old[r], device, self._copies) if old else _blank(reads, abstract.dtype, device, self._copies)
+            olds = old[r] if old else _blank(reads, abstract.dtype, device, self._copies)
             counts.append(len(reads))
             arguments += [
                 ([[part[r][c] for part in own], olds[c]], reads[c], jax.device_put(given, device))
@@ -102,7 +107,7 @@ class UpdatedOnCpu:
         results = iter(at_once(program, arguments))
         by_shard = [[next(results) for _ in range(count)] for count in counts]
         states = [tuple(tuple(arrays[0][n] for arrays, _ in shard) for shard in by_shard) for n in range(len(own))]
-        updated = [_joined([arrays[1] for arrays, _ in shard], abstract.dtype, cut.shape) for shard in by_shard]
+        updated = tuple(tuple(arrays[1] for arrays, _ in shard) for shard in by_shard)
         shared, report = by_shard[0][0][1]
         return states, updated, Scalars(shared, given[1], given[2], report)
 
@@ -115,17 +120,25 @@ class UpdatedOnCpu:
             )
         return self._programs[key]
 
-    def _old(self, x: jax.Array, cut: Cut) -> list[jax.Array] | None:
-        """A piece of a parameter that has no master, on its way, of each shard; what has one is made from that."""
-        if x.dtype.itemsize < 4:
+    def _old(self, x: Any, cut: Cut) -> list[jax.Array] | None:
+        """A piece of a parameter that has no master, on its way, of each shard; what has one is made from that.
+
+        One that is in files comes with the state.
+        """
+        if x is None or x.dtype.itemsize < 4:
             return None
         if not cut.whole:
             x = cut_out(self._groups.mesh, self._groups.spec(cut.path), cut.shape)(x, _start(cut))
         return _shards(x, self._groups.param(cut.path), cut)
 
-    def _up(self, x: jax.Array, cut: Cut, shards: list[np.ndarray], finite: jax.Array) -> jax.Array:
+    def _chunked(self, cut: Cut, shards: list[jax.Array]) -> Part:
+        """A piece of a parameter that has come down, in chunks."""
+        return to_chunks(Place(self._groups.param(cut.path), cut, ()), _arrived(shards), self._copies)
+
+    def _up(self, x: jax.Array, cut: Cut, part: Part, finite: jax.Array) -> jax.Array:
         """The parameter with its new piece, which is on its way."""
         abstract = self._groups.param(cut.path)
+        shards = from_chunks(Place(abstract, cut, ()), part)
         arrays = [
             jax.device_put(shard, device)
             for shard, (_, devices) in zip(shards, regions(abstract, cut), strict=True)

@@ -96,8 +96,8 @@ def update_program(groups: InGroups, kind: Kind, options: dict[str, Any] | None)
 
     (gradients, parameters, pieces of state, state of no parameter, starts, loss, finite) -> (parameters with the new
     pieces, new pieces of state, state of no parameter, scalars to log).  Parameters are whole arrays in the
-    layout of the update, `starts` says where in each shard the pieces lie; of gradients there are the pieces
-    (`arriving.py`).  Parameters and pieces of state are donated.
+    layout of the update, `starts` says where in each shard the pieces lie; of those that rest in files, and of
+    gradients (`arriving.py`), there are the pieces alone.  Parameters and pieces of state are donated.
     """
     update, paths = Update(groups, kind), [path for path, _ in kind]
     # As the sharding says, not the layout: absent devices have no memory beside their own, and all is there.
@@ -110,7 +110,14 @@ def update_program(groups: InGroups, kind: Kind, options: dict[str, Any] | None)
         shapes = [shape for _, shape in kind]
         return [lax.dynamic_slice(x, tuple(at), shape) for x, at, shape in zip(arrays, starts, shapes, strict=True)]
 
+    # A parameter in files is here as its piece, which begins where it begins.
+    alone = [groups.layouts[path].in_files for path in paths]
+
+    def within(starts: list[Any]) -> list[Any]:
+        return [jnp.zeros_like(at) if piece else at for at, piece in zip(starts, alone, strict=True)]
+
     def local(grads: Any, old: Any, state: Any, shared: Any, starts: Any, loss: Any, finite: Any) -> Any:
+        starts = within(starts)
         of_old = [Fetch()(x) if away else x for x, away in zip(pieces(old, starts), elsewhere, strict=True)]
         new, state, shared, report = update(grads, of_old, state, shared, loss, finite)
         new = [Store()(x) if away else x for x, away in zip(new, elsewhere, strict=True)]
@@ -176,9 +183,10 @@ def publish_step(gradients: Gradients, mesh: Mesh, shards: list[Any], whole: lis
 def update_arguments(groups: InGroups, group: tuple[Cut, ...]) -> tuple[Any, ...]:
     """Abstract arguments of `update_program`, for a group."""
     rest = NamedSharding(groups.mesh, P())
-    old = [groups.param(cut.path) for cut in group]
+    whole = [groups.param(cut.path) for cut in group]
+    old = [_piece(x, cut) if groups.layouts[cut.path].in_files else x for x, cut in zip(whole, group, strict=True)]
     places = [groups.sharding(cut.path) for cut in group]
-    each = zip(old, places, group, strict=True)
+    each = zip(whole, places, group, strict=True)
     grads = [jax.ShapeDtypeStruct(piece_shape(_like(x, at), cut), jnp.float32, sharding=at) for x, at, cut in each]
     leaves, flat = jax.tree.leaves(groups.opt_state), iter(groups.cuts(group))
     state = [[_piece(leaves[i], own) for i, own in (next(flat) for _ in groups.numbers(cut.path))] for cut in group]
@@ -199,7 +207,7 @@ def gradients_program(
     """The jitted `gradients_step` and its abstract arguments; `memory` is donated.
 
     Args:
-        state, batch: abstract, with shardings.
+        state, batch: abstract, with shardings, as programs are given them.
         options: of the compiler.
     """
     rest = NamedSharding(groups.mesh, P())

@@ -1,5 +1,6 @@
 """From an optimizer and its placement to the stream that runs it: groups, their tiers and their programs."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
 from jzero.offload.on_cpu import UpdatedOnCpu, from_chunks, to_chunks
 from jzero.offload.on_device import UpdatedOnDevice
+from jzero.offload.param_files import ParamFiles
 from jzero.offload.pieces import AbstractPieces, regions
 from jzero.offload.programs import (
     Kind,
@@ -41,6 +43,7 @@ from jzero.zero import Path
 
 def streamed(
     offload: Offload,
+    files: ParamFiles,
     optimizer: Optimizer,
     gradients: Gradients,
     clip_norm: float,
@@ -52,6 +55,7 @@ def streamed(
     """A step whose optimizer runs in groups.
 
     Args:
+        files: of parameters, which are laid out here.
         optimizer: of all parameters.
         clip_norm: largest global norm of the gradient; infinite for none.
         state, batch: abstract, with shardings.
@@ -64,19 +68,22 @@ def streamed(
     in_groups = InGroups.of(optimizer, gradients.trained_layouts, state)
     mesh, cuts = in_groups.mesh, in_groups.groups(offload.group_size)
     programs = {kind: update_program(in_groups, kind, options) for kind in dict.fromkeys(map(kind_of, cuts))}
-    updater = _updater(offload, in_groups, programs)
+    updater, ways = _updater(offload, in_groups, programs), _ways(offload)
+    files.lay_out(offload.dir, state, cuts, offload.group_size, *ways)
     groups = [
         Group(
             own,
             in_groups.nbytes(own),
             0 if offload.update == "cpu" else in_groups.nbytes(own),
             tier,
+            tuple(in_groups.in_files(own)),
+            files.tier(k),
             arrival(in_groups, own),
             updater(own),
         )
-        for own, tier in zip(cuts, _tiers(offload, in_groups, cuts), strict=True)
+        for k, (own, tier) in enumerate(zip(cuts, _tiers(offload, in_groups, cuts), strict=True))
     ]
-    first = gradients_program(in_groups, gradients, clip_norm, state, batch, options)
+    first = gradients_program(in_groups, gradients, clip_norm, files.entered(state), batch, options)
     last = publish_program(in_groups, gradients, options) if in_groups.published else None
     examples = {kind_of(own): own for own in cuts}
     updates = {
@@ -89,12 +96,15 @@ def streamed(
     }
     memory = Memory(gradients_memory(in_groups, gradients))
     return Driver(
-        init=functools.partial(new_state, in_groups, groups, state, born),
-        step=Stream(in_groups, groups, in_mesh(mesh, first[0]), last and in_mesh(mesh, last[0]), memory),
+        init=functools.partial(new_state, in_groups, groups, files, state, born),
+        step=Stream(in_groups, groups, in_mesh(mesh, first[0]), last and in_mesh(mesh, last[0]), memory, files),
+        state=files.at_rest(dataclasses.replace(state, opt_state=_at_rest(in_groups, groups))),
         programs={"gradients": first, **arrivals, **updates, **({"publish": last} if last else {})},
         elsewhere_bytes=_elsewhere_bytes(groups),
-        file_bytes=max((group.tier.nbytes for group in groups if isinstance(group.tier, InFiles)), default=0),
-        opt_state=_at_rest(in_groups, groups),
+        file_bytes=files.nbytes
+        + max((group.tier.nbytes for group in groups if isinstance(group.tier, InFiles)), default=0),
+        entered=files.entered,
+        errors=files.errors,
     )
 
 
@@ -125,10 +135,14 @@ def _tiers(offload: Offload, groups: InGroups, cuts: Sequence[tuple[Cut, ...]]) 
         offload.dir,
         f"optimizer state of process {jax.process_index()} of {jax.process_count()}",
         places,
-        to_chunks if on_cpu else to_device,
-        from_chunks if on_cpu else from_device,
+        *_ways(offload),
     )
     return [in_memory if stay else files for stay in stays]
+
+
+def _ways(offload: Offload) -> tuple[Any, Any]:
+    """From files to the update and back."""
+    return (to_chunks, from_chunks) if offload.update == "cpu" else (to_device, from_device)
 
 
 def _in_chunks(whole: Any, piece: Cut, shards: Sequence[np.ndarray]) -> Any:

@@ -18,6 +18,7 @@ from jzero.offload.arriving import Arrive
 from jzero.offload.grads_memory import Memory
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
+from jzero.offload.param_files import ParamFiles
 from jzero.offload.pieces import Pieces, leaves_of
 from jzero.offload.tiers import Left, Tier
 from jzero.pace import in_turn
@@ -101,6 +102,7 @@ class Group:
         cuts: its pieces.
         nbytes: of state on one device, and device_bytes of those that the update takes there.
         tier: where it rests.
+        in_files, param_tier: pieces of parameters that come and go with it, and where they rest.
         arrive: brings its pieces of the gradients (`arriving.py`).
         updater: how it is updated.
     """
@@ -109,6 +111,8 @@ class Group:
     nbytes: int
     device_bytes: int
     tier: Tier
+    in_files: tuple[Cut, ...]
+    param_tier: Tier
     arrive: Arrive
     updater: Updater
 
@@ -123,6 +127,7 @@ class Stream:
         gradients: jitted `gradients_step`.
         publish: jitted `publish_step`; None where no parameter moves.
         memory: for gradients that rest on the host.
+        files: of parameters.
         flow: what was under way.
     """
 
@@ -131,11 +136,16 @@ class Stream:
     gradients: Any
     publish: Any
     memory: Memory
+    files: ParamFiles
     flow: Flow = field(default_factory=Flow)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step; the parameters and the optimizer state of `state` are used up."""
-        before = dataclasses.replace(state, opt_state=())
+        with self.files.errors():
+            return self._step(state, batch)
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        before = self.files.entered(dataclasses.replace(state, opt_state=()))
         after, found, shards, free = self.gradients(before, batch, self.memory.take())
         in_turn(found.metrics)
         params, published = flatten_dict(state.params), self.optimizer.published
@@ -155,13 +165,15 @@ class Stream:
         self, found: Found, grads: dict[Path, Any], updating: dict[Any, Any], opt_state: Any
     ) -> tuple[Any, Mapping[str, Any]]:
         """All groups, one after the other; `grads` is used up, `updating` gets the new parameters."""
+        files = {path: updating.pop(path) for path in self.files.layers if path in updating}
         leaves, treedef = leaves_of(opt_state), jax.tree.structure(self.optimizer.opt_state)
         none = self.optimizer.numbers(None)
         before = after = Scalars([leaves[i] for i in none], found.loss, found.finite, {})
         last = {cut.path: k for k, group in enumerate(self.groups) for cut in group.cuts}
-        places = self._places
+        places, places_in_files = self._places, self._places_in_files
         rest: list[list[Any]] = [[None] * len(getattr(leaf, "parts", ())) for leaf in leaves]
-        leaving: deque[tuple[int, Left]] = deque()
+        params_at_rest = {path: [*x.parts] for path, x in files.items()}
+        leaving: deque[tuple[int, list[Left]]] = deque()
 
         def fetch(k: int) -> Any:
             while len(self.flow.in_flight) >= IN_FLIGHT:
@@ -169,42 +181,58 @@ class Stream:
             group = self.groups[k]
             self.flow.begins(k, group.device_bytes)
             arrived = group.tier.fetch(k, [leaves[i].parts[j] for i, j in places[k]])
-            return group.updater.bring(group.arrive(grads, found.factors), updating), arrived
+            params = group.param_tier.fetch(k, [files[path].parts[j] for path, j in places_in_files[k]])
+            return group.updater.bring(group.arrive(grads, found.factors), updating), arrived, params
 
         arriving = fetch(0)
         for k, group in enumerate(self.groups):
-            brought, pieces = arriving[0], arriving[1]()
+            brought, pieces, params = arriving[0], arriving[1](), arriving[2]()
             if k + 1 < len(self.groups):
                 arriving = fetch(k + 1)
-            new, pieces, after = group.updater.update(brought, updating, pieces, before)
+            given = {**updating, **dict(zip((cut.path for cut in group.in_files), params, strict=True))}
+            new, pieces, after = group.updater.update(brought, given, pieces, before)
+            stored, params_left = group.param_tier.store(k, [new.pop(cut.path) for cut in group.in_files])
+            for (path, j), part in zip(places_in_files[k], stored, strict=True):
+                params_at_rest[path][j] = part
             updating |= new
             for path in (cut.path for cut in group.cuts if last[cut.path] == k):
                 del grads[path]
             stored, left = group.tier.store(k, pieces)
-            del brought, new, pieces
-            leaving.append((k, left))
+            del brought, new, pieces, params, given
+            leaving.append((k, [params_left, left]))
             for (i, j), part in zip(places[k], stored, strict=True):
                 rest[i][j] = part
         while leaving:
             self._gone(leaving)
         for i, x in zip(none, after.shared, strict=True):
             leaves[i] = x
+        updating |= {path: Pieces(x.whole, x.cuts, params_at_rest[path]) for path, x in files.items()}
         state = [Pieces(x.whole, x.cuts, parts) if parts else x for x, parts in zip(leaves, rest, strict=True)]
         return treedef.unflatten(state), after.report
 
-    def _gone(self, leaving: deque[tuple[int, Left]]) -> None:
+    def _gone(self, leaving: deque[tuple[int, list[Left]]]) -> None:
         """Waits for the group that left first."""
-        k, left = leaving.popleft()
-        left()
+        k, ways = leaving.popleft()
+        for left in ways:
+            left()
         self.flow.ends(k)
 
     @functools.cached_property
     def _places(self) -> list[list[tuple[int, int]]]:
         """(leaf, piece of it) of everything in each group, in the order of its cuts."""
-        counted: dict[int, int] = {}
-        places: list[list[tuple[int, int]]] = []
-        for group in self.groups:
-            numbers = [i for i, _ in self.optimizer.cuts(group.cuts)]
-            places.append([(i, counted.get(i, 0)) for i in numbers])
-            counted |= {i: counted.get(i, 0) + 1 for i in numbers}
-        return places
+        return _numbered([[i for i, _ in self.optimizer.cuts(group.cuts)] for group in self.groups])
+
+    @functools.cached_property
+    def _places_in_files(self) -> list[list[tuple[Path, int]]]:
+        """(parameter, piece of it) of those in files."""
+        return _numbered([[cut.path for cut in group.in_files] for group in self.groups])
+
+
+def _numbered(groups: Sequence[Sequence[Any]]) -> list[list[tuple[Any, int]]]:
+    """Each key with how many times it was there before."""
+    counted: dict[Any, int] = {}
+    numbered: list[list[tuple[Any, int]]] = []
+    for keys in groups:
+        numbered.append([(key, counted.get(key, 0)) for key in keys])
+        counted |= {key: counted.get(key, 0) + 1 for key in keys}
+    return numbered

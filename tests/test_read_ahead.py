@@ -1,0 +1,69 @@
+"""What is read in an order that repeats is read before it is asked for."""
+
+import pytest
+
+from jzero.offload.read_ahead import ReadAhead
+
+STEP = [0, 1, 2, 3, 3, 2, 1, 0]  # layers of a forward and a backward pass
+
+
+class Disk:
+    """Tells what was begun, and in which order."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+
+    def begin(self, key: int) -> "Read":
+        self.begun.append(key)
+        return Read(key)
+
+
+class Read:
+    def __init__(self, key: int) -> None:
+        self._key = key
+
+    def result(self) -> str:
+        return f"layer {self._key}"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_from_the_second_step_on_reads_are_begun_ahead(depth):
+    disk = Disk()
+    reads = ReadAhead(disk.begin, depth)
+    for _ in range(2):  # the turns from one step to the next are known after two
+        assert [reads.take(i) for i in STEP] == [f"layer {i}" for i in STEP]
+    for step in range(3):
+        for number, key in enumerate(STEP):
+            asked = 2 * len(STEP) + step * len(STEP) + number
+            assert len(disk.begun) >= asked + depth - 1, "begun before it is asked for"
+            assert reads.take(key) == f"layer {key}"
+    assert disk.begun[-depth - len(STEP) : -depth] == STEP, "each once, in the order of the step"
+
+
+def test_no_more_is_under_way_than_was_asked_for():
+    disk = Disk()
+    reads = ReadAhead(disk.begin, 2)
+    for number, key in enumerate(STEP * 4):
+        reads.take(key)
+        assert len(disk.begun) <= number + 1 + 2
+
+
+def test_what_is_about_to_be_written_is_read_again():
+    disk = Disk()
+    reads = ReadAhead(disk.begin, 3)
+    for key in STEP * 3:
+        reads.take(key)
+    before = len(disk.begun)
+    reads.forget()
+    reads.take(STEP[0])
+    assert disk.begun[before] == STEP[0]
+
+
+def test_another_order_is_followed_and_learnt():
+    disk = Disk()
+    reads = ReadAhead(disk.begin, 2)
+    for key in STEP * 2 + [0, 1, 2, 3] * 3:  # evaluation has no way back
+        assert reads.take(key) == f"layer {key}"
+    before = len(disk.begun)
+    assert [reads.take(key) for key in (0, 1, 2, 3)] == [f"layer {i}" for i in range(4)]
+    assert len(disk.begun) - before == 4, "nothing is read that is not asked for"
