@@ -161,7 +161,7 @@ def setup(
         _average_at_rest=averages_at_rest(gradients, mesh, dtypes, shardings.params),
         _elsewhere_bytes=driver.elsewhere_bytes,
         _entered=driver.entered,
-        _errors=driver.errors,
+        _finished=driver.finished,
         _pace=Pace(mesh),
     )
     _check_pinned(run)

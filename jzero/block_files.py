@@ -99,7 +99,7 @@ class BlockFiles:
             raise ValueError(f"block {name!r}: cannot be read into an array that is read-only")
         transfer = _Transfer(name, view, len(self._pieces[name]), self._read, self._readers)
         with self._lock:
-            self.check()
+            self._check()
             if name not in self._written:
                 raise TierError(f"block {name!r} was never written; write it before it is read")
             before = self._queued(transfer)
@@ -114,7 +114,7 @@ class BlockFiles:
         """
         transfer = _Transfer(name, self._bytes(name, data), len(self._pieces[name]), self._write, self._writers)
         with self._lock:
-            self.check()
+            self._check()
             self._written.add(name)
             before = self._queued(transfer)
         return self._begin(transfer, before)
@@ -135,12 +135,7 @@ class BlockFiles:
             for pool in (*self._readers, *self._writers):
                 pool.shutdown()
 
-    def check(self) -> None:
-        """Raises the first error, if there was one.
-
-        Raises:
-            TierError: what went wrong.
-        """
+    def _check(self) -> None:
         if self._fault:
             raise TierError(str(self._fault)) from self._fault
 
@@ -168,8 +163,11 @@ class BlockFiles:
             for piece in self._pieces[transfer.name]:
                 try:
                     transfer.pools[piece.disk].submit(self._run, transfer, piece)
-                except RuntimeError as error:  # the interpreter ends
-                    transfer.ended(TierError(f"block {transfer.name!r}: {error}"))
+                except RuntimeError as error:  # the interpreter ends, or a process may have no more threads
+                    fault = TierError(f"block {transfer.name!r}: {error}")
+                    with self._lock:  # so that whatever of it is queued all the same leaves its memory alone
+                        self._fault = self._fault or fault
+                    transfer.ended(fault)
 
         if before is None:
             begin()
@@ -181,7 +179,7 @@ class BlockFiles:
         """One piece, in a thread."""
         fault, what = None, f"block {transfer.name!r}"
         try:
-            self.check()
+            self._check()
             part = transfer.view[piece.start : piece.stop]
             transfer.move(self._files[piece.disk], part, piece.offset, what)
         except TierError as error:

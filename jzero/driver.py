@@ -1,6 +1,5 @@
 """What runs a step: one program, or several in turn (`jzero/offload`)."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ class Driver:
         file_bytes: of the files of this process.
         state: abstract, with where each piece rests of what rests in pieces.
         entered: a state, abstract or not, as programs are given it.
-        errors: in which programs are run that read what rests elsewhere, so that its errors are said as its own.
+        finished: to be called with what a program returned that is given such a state.
     """
 
     init: Callable[[], TrainState]
@@ -37,7 +36,7 @@ class Driver:
     elsewhere_bytes: Mapping[str, int] = field(default_factory=dict)
     file_bytes: int = 0
     entered: Callable[[TrainState], TrainState] = lambda state: state
-    errors: Callable[[], Any] = contextlib.nullcontext
+    finished: Callable[[Any], object] = lambda _: None
 
 
 def at_once(

@@ -71,9 +71,13 @@ def landing_on_host(layout: Layout) -> Layout:
     return replace(layout, grads_memory=HOST, use_backward=use_backward, finish=Identity())
 
 
-def arrived(x: jax.Array, layout: Layout) -> jax.Array:
-    """An accumulated gradient, or a piece of it, as a finished one: float32, in device memory."""
-    return (Fetch()(x) if layout.grads_memory else x).astype(jnp.float32)
+def arrived(x: jax.Array, memory: str | None) -> jax.Array:
+    """An accumulated gradient, or a piece of it, as a finished one: float32, in device memory.
+
+    Args:
+        memory: in which it was accumulated (`Layout.grads_memory`).
+    """
+    return (Fetch()(x) if memory else x).astype(jnp.float32)
 
 
 # ---- layer by layer -------------------------------------------------------------------------------------------------
@@ -123,7 +127,7 @@ def norm(grads: Values, layouts: Mapping[Path, Layout], layers: Mapping[Path, in
 
 def _squares(x: jax.Array, layout: Layout, layer_dims: int, weight: Any) -> jax.Array:
     def of_layer(total: jax.Array, at: Any) -> jax.Array:
-        grad = arrived(_layer(x, layer_dims, at), layout) / weight
+        grad = arrived(_layer(x, layer_dims, at), layout.grads_memory) / weight
         return total + jnp.sum(jnp.square(grad))
 
     return _each_layer(jnp.zeros((), jnp.float32), layer_dims, of_layer, x.shape)

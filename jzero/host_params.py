@@ -58,7 +58,7 @@ def chosen(place: str, leaves: Iterable[Leaf], zero: Zero, at_least_bytes: int) 
             f"backward, all layers at once; take zero.regather true, or leave the parameters on the device"
         )
     sizes = [(leaf, layer_bytes(leaf)) for leaf in leaves]
-    found = [leaf for leaf, size in sizes if size >= at_least_bytes]
+    found = [leaf for leaf, size in sizes if size >= max(1, at_least_bytes)]
     if not found:
         raise ShardingError(
             f"offload.params {place}: no parameter has {at_least_bytes:,} bytes in a layer, the largest has "

@@ -67,7 +67,7 @@ class Run:
     _average_at_rest: Any
     _elsewhere_bytes: Mapping[str, int]
     _entered: Callable[[TrainState], TrainState]
-    _errors: Callable[[], Any]
+    _finished: Callable[[Any], object]
     _pace: Pace
 
     def __repr__(self) -> str:
@@ -124,10 +124,9 @@ class Run:
         check_alive(state)
         rows = rows_per_device(_whole(batch, self.mesh), self.mesh, 1)
         given = self._entered(dataclasses.replace(state, opt_state=()))
-        with self._errors(), jax.set_mesh(self.mesh):
+        with jax.set_mesh(self.mesh):
             metrics = self._evaluate(given, self._placed(batch), self._evaluation_parts(rows))
-            if self.params_in_files():  # which a step writes, whatever still reads them
-                jax.block_until_ready(metrics)
+        self._finished(metrics)
         self._pace.dispatched(metrics)
         return metrics
 

@@ -150,7 +150,8 @@ class Layout:
         publish: updated parameter to rest, once per step.
         memory: the kind of memory that the parameter rests in; None is the device's own.
         grads_memory: the same of the gradient while it is accumulated.
-        in_files: the parameter rests in files, and a program is given tickets for its layers (`collectives.Read`).
+        in_files: the parameter rests in files, and a program is given tickets for its layers (`collectives.Read`); or,
+            where `memory` names one, the parameter there: a program of absent devices, which can call no host.
     """
 
     params: P
@@ -177,7 +178,7 @@ class Layout:
     @property
     def given(self) -> P:
         """The spec of what a program is given of the parameter."""
-        return P() if self.in_files else self.params
+        return P() if self.in_files and self.memory is None else self.params
 
 
 def path_name(path: Iterable[Hashable]) -> str:

@@ -1,5 +1,6 @@
 """Parameters in files: the bits of parameters on the device, and never more of them in memory than a few layers."""
 
+import gc
 import itertools
 import re
 from typing import Any
@@ -17,6 +18,8 @@ from jzero import hlo
 from jzero.models.decoder import next_token_loss
 from jzero.offload.at_rest import on_device
 from jzero.offload.param_files import ParamFiles
+from jzero.offload.pieces import is_pieces
+from jzero.offload.read_ahead import ReadAhead
 from jzero.zero import ShardingError
 
 STEPS, ROWS, GROUP = 3, 16, 9_000  # bytes: some layers have more of state, some groups are of many layers
@@ -192,6 +195,56 @@ def test_files_that_are_cut_off_end_the_run_with_one_line(call, tmp_path):
         file.write_bytes(b"")
     with pytest.raises(jzero.TierError, match="it was truncated; go on from the last checkpoint"):
         jax.block_until_ready(getattr(run, call)(state, DATA[0]))
+
+
+def test_a_layer_that_one_device_cannot_read_ends_the_run_and_changes_nothing(tmp_path, monkeypatch):
+    run = setup("dp4 tp2", 3, optimizer="host", params="nvme", dir=(str(tmp_path),))
+    state, _ = run.step(run.init(), DATA[0])
+    fault, take = jzero.TierError("a bad sector"), ReadAhead.take
+    broken = run.stream.files._readers[5]
+
+    def failing(self: Any, key: Any) -> Any:
+        if self is broken:
+            raise fault
+        return take(self, key)
+
+    monkeypatch.setattr(ReadAhead, "take", failing)
+    with pytest.raises(jzero.TierError, match="a bad sector"):
+        run.step(state, DATA[1])
+    monkeypatch.undo()
+    assert all(np.isfinite(np.asarray(on_device(x))).all() for x in jax.tree.leaves(state.params, is_leaf=is_pieces))
+
+
+def test_after_a_step_that_failed_the_run_goes_on_from_a_new_state(tmp_path, monkeypatch):
+    run = setup("dp4 tp2", 3, optimizer="nvme", params="nvme", dir=(str(tmp_path),))
+    wanted, _, _ = train(run, 1)
+    updater = run.stream.groups[3].updater
+    with monkeypatch.context() as patch:
+        patch.setattr(type(updater), "update", fails_at(updater, type(updater).update))
+        with pytest.raises(MemoryError, match="of the test"):
+            run.step(run.init(), DATA[0])
+    assert not run.stream.flow.in_flight
+    assert train(run, 1)[0] == wanted
+
+
+def fails_at(updater: Any, update: Any) -> Any:
+    def failing(self: Any, *given: Any) -> Any:
+        if self is updater:
+            raise MemoryError("of the test")
+        return update(self, *given)
+
+    return failing
+
+
+def test_files_and_memory_go_with_the_run(tmp_path):
+    run = setup("one device", 3, layers=2, optimizer="nvme", params="nvme", dir=(str(tmp_path),))
+    run.step(run.init(), DATA[0])
+    assert len(list(tmp_path.iterdir())) == 2
+    del run
+    gc.collect()
+    jax.clear_caches()
+    gc.collect()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_state_that_a_step_has_overwritten_is_refused(tmp_path):

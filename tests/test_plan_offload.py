@@ -12,7 +12,7 @@ from tiny_decoder import SEQ, VOCAB, decoder
 
 import jzero
 import jzero.plan
-from jzero import hlo, targets
+from jzero import gpus, hlo, targets
 from jzero.models.decoder import next_token_loss
 from jzero.plan import moments
 from jzero.plan.estimate import Estimate
@@ -54,6 +54,7 @@ def plan_of(stage=3, **where):
         ({"optimizer": "host"}, {"host": ("m", "v")}),
         ({"optimizer": "host", "params": "host"}, {"host": ("parameters", "m", "v")}),
         ({"optimizer": "nvme", "dir": ("anywhere",)}, {"nvme": ("m", "v")}),
+        ({"optimizer": "host", "params": "nvme", "dir": ("anywhere",)}, {"nvme": ("parameters",), "host": ("m", "v")}),
         ({"optimizer": "host", "update": "cpu"}, {"host": ("m", "v")}),
     ],
 )
@@ -98,6 +99,21 @@ def test_parameters_on_the_host_leave_the_device_and_what_is_published_comes_bac
     here, away = plan_of(1, optimizer="host").memory, plan_of(1, optimizer="host", params="host").memory
     assert here.at_rest_bytes - away.at_rest_bytes == run_of(1).tier_bytes()["params"]["device"]
     assert away.peak_bytes < here.peak_bytes
+
+
+@pytest.mark.parametrize("absent", [False, pytest.param(True, marks=needs_compiler)])
+def test_parameters_in_files_are_read_for_both_passes_of_a_microbatch_and_written_once(absent):
+    where = {"optimizer": "nvme", "params": "nvme", "dir": ("anywhere",)}
+    run = run_of(absent=absent, **where)
+    plan = jzero.plan.of(run, gpus.parse("h100") if absent else None)
+    moved = {(m.what, m.when): m for m in plan.offload.moved}
+    rest = run.tier_bytes()
+    params = rest["params"]["nvme"]
+    stacked = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(run.abstract_state.params["layers"])) // 8
+    assert (moved["parameters", "update"].read_bytes, moved["parameters", "update"].written_bytes) == (params, params)
+    assert moved["parameters", "passes"].read_bytes == 2 * (2 * stacked + (params - stacked))
+    assert moved["optimizer state", "update"].read_bytes == rest["opt_state"]["nvme"]
+    assert plan.memory.at_rest_bytes == sum(tiers["device"] for tiers in rest.values()) + 3 * 4
 
 
 def test_a_state_updated_by_the_host_never_flies():

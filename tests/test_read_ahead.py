@@ -59,6 +59,28 @@ def test_what_is_about_to_be_written_is_read_again():
     assert disk.begun[before] == STEP[0]
 
 
+def test_nothing_is_read_that_is_written_before_it_is_used():
+    disk = Disk()
+    reads = ReadAhead(disk.begin, 3)
+    for _ in range(4):
+        before = len(disk.begun)
+        for key in STEP:
+            reads.take(key)
+        reads.forget()  # the update
+    assert len(disk.begun) - before == len(STEP)
+
+
+def test_calls_that_swap_places_cost_no_read():
+    disk = Disk()
+    reads = ReadAhead(disk.begin, 4)
+    for step in range(6):
+        order = [0, 1, 2, 3, 4, 5] if step % 2 else [1, 0, 2, 3, 4, 5]
+        before = len(disk.begun)
+        for key in order:
+            reads.take(key)
+    assert len(disk.begun) - before <= len(order) + 2
+
+
 def test_another_order_is_followed_and_learnt():
     disk = Disk()
     reads = ReadAhead(disk.begin, 2)

@@ -19,7 +19,7 @@ from jzero.host_grads import arrived
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
 from jzero.step import Factors
-from jzero.zero import Layout, Path
+from jzero.zero import Path
 
 Arrive = Callable[[Mapping[Path, Any], Factors], list[jax.Array]]
 
@@ -48,16 +48,18 @@ def arrival_program(
 
 
 def _program(groups: InGroups, group: Sequence[Cut]) -> Any:
-    return _jitted(groups.mesh, tuple(groups.layouts[cut.path] for cut in group), tuple(cut.shape for cut in group))
+    layouts = [groups.layouts[cut.path] for cut in group]
+    places = tuple((to.opt_state, to.grads_memory) for to in layouts)
+    return _jitted(groups.mesh, places, tuple(cut.shape for cut in group))
 
 
 @functools.lru_cache(maxsize=256)
-def _jitted(mesh: Mesh, layouts: tuple[Layout, ...], shapes: tuple[tuple[int, ...], ...]) -> Any:
-    specs = [layout.opt_state for layout in layouts]
+def _jitted(mesh: Mesh, places: tuple[tuple[P, str | None], ...], shapes: tuple[tuple[int, ...], ...]) -> Any:
+    specs = [spec for spec, _ in places]
 
     def local(grads: list[Any], starts: list[Any], factors: Factors) -> list[jax.Array]:
         pieces = [lax.dynamic_slice(x, tuple(at), shape) for x, at, shape in zip(grads, starts, shapes, strict=True)]
-        finished = [arrived(x, layout) for x, layout in zip(pieces, layouts, strict=True)]
+        finished = [arrived(x, memory) for x, (_, memory) in zip(pieces, places, strict=True)]
         return [x / factors.weight * factors.scale for x in finished]
 
     run = jax.shard_map(local, mesh=mesh, in_specs=(specs, P(), P()), out_specs=specs, check_vma=False)

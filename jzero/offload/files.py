@@ -7,7 +7,7 @@ scratch: what lasts is a checkpoint.
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -173,8 +173,8 @@ class InFiles:
         with self._lock:
             version = self._next_version(place)
         whole_blocks = [np.ascontiguousarray(shard) for shard in shards]
-        for done in [files.write(name, data) for name, data in place.each(whole_blocks)]:
-            done.result()
+        # After whatever an update that failed has left to write.
+        self._outgoing.submit(_write_all, files, place.each(whole_blocks)).result()
         return Stored(self, place, version)
 
     def _next_version(self, place: Place) -> int:
@@ -187,15 +187,6 @@ class InFiles:
         for done in [self._opened().read(name, out) for name, out in place.each(shards)]:
             done.result()
         return [shard.view(place.whole.dtype).reshape(place.cut.shape) for shard in shards]
-
-    def check_files(self) -> None:
-        """Raises what went wrong with the files, if anything did.
-
-        Raises:
-            TierError: what went wrong.
-        """
-        if self._files:
-            self._files.check()
 
     def begin_read(self, block: str, out: np.ndarray) -> Future[None]:
         """As `BlockFiles.read`."""
@@ -223,14 +214,12 @@ class InFiles:
 
     def _write(self, group: int, arrays: list[Any]) -> None:
         """From the memory of the arrays, when they are computed: they are kept until it is on disk."""
-        files = self._opened()
-        writes = [
-            files.write(name, data)
+        blocks = (
+            block
             for place, array in zip(self._groups[group], arrays, strict=True)
-            for name, data in place.each([np.ascontiguousarray(shard) for shard in self._leave(place, array)])
-        ]
-        for done in writes:
-            done.result()
+            for block in place.each([np.ascontiguousarray(shard) for shard in self._leave(place, array)])
+        )
+        _write_all(self._opened(), blocks)
         self._copies.give(shard.data for array in jax.tree.leaves(arrays) for shard in array.addressable_shards)
 
     def _opened(self) -> BlockFiles:
@@ -242,6 +231,11 @@ class InFiles:
                         blocks |= _sizes(place)
                 self._files = BlockFiles(self._directories, blocks, self._owner)
             return self._files
+
+
+def _write_all(files: BlockFiles, blocks: Iterable[tuple[str, np.ndarray]]) -> None:
+    for done in [files.write(name, data) for name, data in blocks]:
+        done.result()
 
 
 def _sizes(place: Place) -> dict[str, int]:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero.collectives import Read, Then
-from jzero.host_params import chosen
+from jzero.host_params import chosen, resting_on_host
 from jzero.offload.param_files import ParamFiles
 from jzero.zero import Layout, Leaf, Path, ShardingError, Zero
 
@@ -41,7 +41,12 @@ def in_files(
                 f"offload.params nvme: {leaf.name!r} {leaf.shape} is updated in shards and rests whole, which takes "
                 f"all of it on the device; take stage 3 with zero.axes over all data-parallel axes"
             )
-    files = ParamFiles(mesh, {path: leaf.layer_dims for path, leaf in large.items()})
+    # A device that is not here has no memories, and programs for it no host that they could call.
+    absent = not mesh.devices.flat[0].addressable_memories()
+    files = ParamFiles(mesh, {path: leaf.layer_dims for path, leaf in large.items()}, called=not absent)
+    if absent:
+        moved = {path: replace(resting_on_host(layouts[path]), in_files=True) for path in large}
+        return {**layouts, **moved}, files
     moved = {path: _resting(layouts[path], leaf, params[path], mesh, files) for path, leaf in large.items()}
     return {**layouts, **moved}, files
 

@@ -13,10 +13,8 @@ pieces along with those of its optimizer state, and write them back.  A piece an
 Forward and backward compute with the same numbers as with parameters on the device, bit for bit.
 """
 
-import contextlib
 import math
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,13 +24,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero.block_files import aligned
+from jzero.block_files import TierError
 from jzero.offload.copies import Copies
 from jzero.offload.files import InFiles, Place
 from jzero.offload.groups import Cut
 from jzero.offload.param_blocks import ParamBlocks
 from jzero.offload.pieces import AbstractPieces
-from jzero.offload.read_ahead import ReadAhead
+from jzero.offload.read_ahead import Buffers, ReadAhead
 from jzero.offload.tiers import Stays, Tier
 from jzero.optim import keeps_average
 from jzero.step import TrainState
@@ -49,18 +47,20 @@ class ParamFiles:
         wholes: path -> the parameter, abstract, with its sharding.
     """
 
-    def __init__(self, mesh: Mesh, layers: Mapping[Path, int]) -> None:
+    def __init__(self, mesh: Mesh, layers: Mapping[Path, int], *, called: bool = True) -> None:
         """Makes no file yet.
 
         Args:
             mesh: of the run.
+            called: by programs; else they are given whole parameters.
         """
-        self.layers, self._mesh = dict(layers), mesh
+        self.layers, self._mesh, self._called = dict(layers), mesh, called
         self.wholes: dict[Path, jax.ShapeDtypeStruct] = {}
         self._blocks = ParamBlocks({}, {}, {})
         self._regions: dict[Path, dict[int, int]] = {}
         self._files: InFiles | None = None
-        self._free: dict[int, list[np.ndarray]] = {}
+        self._buffers = Buffers()
+        self._fault: Exception | None = None
         self._readers: dict[int, ReadAhead] = {}
 
     def check_average(self, opt_state: Any) -> None:
@@ -123,8 +123,9 @@ class ParamFiles:
     @property
     def buffer_bytes(self) -> int:
         """Host memory for layers on their way, of all devices of this process, when no program reads."""
-        free = sum(nbytes * len(buffers) for nbytes, buffers in self._free.items())
-        return free + sum(reader.ahead(lambda buffer: buffer.nbytes) for reader in self._readers.values())
+        return self._buffers.nbytes + sum(
+            reader.ahead(lambda buffer: buffer.nbytes) for reader in self._readers.values()
+        )
 
     @property
     def nbytes(self) -> int:
@@ -174,47 +175,47 @@ class ParamFiles:
 
     def entered(self, state: TrainState) -> TrainState:
         """A state, abstract or not, as programs are given it."""
+        if not self._called:
+            return state
         abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.step))
         return self.within(state, {path: self._tickets(path, abstract=abstract) for path in self.layers})
 
     def layer(self, path: Path, ticket: int, device: int) -> np.ndarray:
         """What a device holds of a layer; called by the programs.
 
-        Raises:
-            TierError: as the files say.
+        One that cannot be read is zeros, and `finished` says so: an error would end one device's program, for which
+        those of the others would wait in the next collective.
         """
-        whole = self.wholes[path]
-        buffer = self._readers[device].take((path, ticket, self._regions[path][device]))
-        array = buffer.view(whole.dtype).reshape(self._layer_shape(path))
-        # Its memory is used again when the program has copied it and let go of it.
-        weakref.finalize(array, self._free.setdefault(buffer.nbytes, []).append, buffer).atexit = False
-        return array
+        dtype, shape = self.wholes[path].dtype, self._layer_shape(path)
+        try:
+            buffer = self._readers[device].take((path, ticket, self._regions[path][device]))
+        except Exception as error:  # noqa: BLE001 (raised by `finished`)
+            self._fault = self._fault or error
+            return np.zeros(shape, dtype)
+        return self._buffers.lent(buffer, dtype, shape)
+
+    def finished(self, results: Any) -> None:
+        """To be called with what a program returned, before anything comes of it: waits where it has read files.
+
+        Raises:
+            TierError: it has not read what was written.
+        """
+        if not self.layers:
+            return
+        jax.block_until_ready(results)
+        if self._fault:
+            raise TierError(str(self._fault)) from self._fault
 
     def forget(self) -> None:
         """Lets go of what was read ahead."""
         for reader in self._readers.values():
             reader.forget()
 
-    @contextlib.contextmanager
-    def errors(self) -> Iterator[None]:
-        """Says in one line what an error of a program says at length, if it is of the files.
-
-        Raises:
-            TierError: what went wrong with them.
-        """
-        try:
-            yield
-        except jax.errors.JaxRuntimeError:
-            if self._files:
-                self._files.check_files()
-            raise
-
     def _begin(self, key: Any) -> "_Pending":
         """Begins to read a layer, as a region of devices holds it."""
         path, ticket, region = key
         nbytes = math.prod(self._layer_shape(path)) * self.wholes[path].dtype.itemsize
-        free, files = self._free.get(nbytes), self._in_files()
-        buffer = free.pop() if free else aligned(nbytes)
+        buffer, files = self._buffers.take(nbytes), self._in_files()
         blocks = self._blocks.of_layer[path, region, ticket]
         return _Pending(buffer, [files.begin_read(name, buffer[start:stop]) for name, start, stop in blocks])
 

@@ -1,9 +1,14 @@
 """Reads that are begun before they are asked for, in the order in which they were asked for the last time."""
 
 import threading
-from collections import deque
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
+
+import numpy as np
+
+from jzero.block_files import aligned
 
 
 class Pending(Protocol):
@@ -44,9 +49,10 @@ class ReadAhead:
         return pending.result()
 
     def forget(self) -> None:
-        """Lets go of what was read ahead: it is about to be written."""
+        """Lets go of what was read ahead: it is about to be written.  What comes next begins anew."""
         with self._lock:
             self._coming.clear()
+            self._last = (None, None)
 
     def ahead(self, size: Callable[[Any], int]) -> int:
         """The size of all that was read ahead."""
@@ -58,16 +64,51 @@ class ReadAhead:
             if coming == key:
                 del self._coming[i]
                 return pending
-        if len(self._coming) >= self._depth:
-            self._coming.popleft()  # nobody asked for it
+        self._coming.clear()  # another order than the last time
         return self._begin(key)
 
     def _top_up(self) -> None:
-        pair = self._last
-        for number in range(self._depth):
+        pair, there = self._last, Counter(key for key, _ in self._coming)
+        for _ in range(self._depth):
             key = self._next.get(pair)
             if key is None:
                 return
-            if number >= len(self._coming):
+            if there[key]:
+                there[key] -= 1
+            else:
                 self._coming.append((key, self._begin(key)))
             pair = (pair[1], key)
+
+
+class Buffers:
+    """Aligned memory for what is read, used again when nobody holds it any more.  Threads share it."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._free: dict[int, list[np.ndarray]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """So many bytes."""
+        with self._lock:
+            free = self._free.get(nbytes)
+            return free.pop() if free else aligned(nbytes)
+
+    def lent(self, buffer: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+        """A buffer as an array, with which its memory comes back: nobody may keep a view of it for longer.
+
+        JAX (0.10 to 0.12) holds what a call of the host returns, the object itself, until it is copied.
+        """
+        array = buffer.view(dtype).reshape(shape)
+        weakref.finalize(array, self._returned, buffer).atexit = False
+        return array
+
+    @property
+    def nbytes(self) -> int:
+        """Of what nobody holds."""
+        with self._lock:
+            return sum(nbytes * len(buffers) for nbytes, buffers in self._free.items())
+
+    def _returned(self, buffer: np.ndarray) -> None:
+        with self._lock:
+            self._free.setdefault(buffer.nbytes, []).append(buffer)

@@ -104,7 +104,7 @@ def streamed(
         file_bytes=files.nbytes
         + max((group.tier.nbytes for group in groups if isinstance(group.tier, InFiles)), default=0),
         entered=files.entered,
-        errors=files.errors,
+        finished=files.finished,
     )
 
 

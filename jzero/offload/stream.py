@@ -4,12 +4,13 @@ While group k is updated, group k + 1 is on its way in and group k - 1 on its wa
 has left.  So what the optimizer keeps takes no more of the device than three groups, whatever the model's size.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections import deque
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -20,7 +21,7 @@ from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
 from jzero.offload.param_files import ParamFiles
 from jzero.offload.pieces import Pieces, leaves_of
-from jzero.offload.tiers import Left, Tier
+from jzero.offload.tiers import Arrived, Left, Tier
 from jzero.pace import in_turn
 from jzero.step import Found, Metrics, TrainState
 from jzero.zero import Path
@@ -66,6 +67,55 @@ class Flow:
     def ends(self, group: int) -> None:
         """A group is back at rest."""
         del self.in_flight[group]
+
+
+class UnderWay:
+    """The groups of one update that are between rest and update; at its end, however it ends, nothing is."""
+
+    def __init__(self, flow: Flow) -> None:
+        """None yet.
+
+        Args:
+            flow: is told of each.
+        """
+        self._flow, self._coming, self._leaving = flow, list[Arrived](), dict[int, list[Left]]()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            while self._leaving and error is None:
+                self._first_is_gone()
+        finally:
+            # Else a thread would still write what the next state has in the same place.
+            for wait in (*self._coming, *itertools.chain(*self._leaving.values())):
+                with contextlib.suppress(Exception):  # the first error has been raised
+                    wait()
+            self._flow.in_flight.clear()
+
+    def begins(self, group: int, nbytes: int) -> None:
+        """A group is fetched, when there is room for it beside the one at work."""
+        while len(self._leaving) >= IN_FLIGHT - 1:
+            self._first_is_gone()
+        self._flow.begins(group, nbytes)
+        self._coming.clear()  # what came before has arrived
+
+    def comes(self, arrived: Arrived) -> None:
+        """Something of the group that is fetched."""
+        self._coming.append(arrived)
+
+    def leaves(self, group: int, left: Left) -> None:
+        """Something of a group is on its way to rest."""
+        self._leaving.setdefault(group, []).append(left)
+
+    def _first_is_gone(self) -> None:
+        """Waits for the group that left first."""
+        group = next(iter(self._leaving))
+        for left in self._leaving[group]:
+            left()
+        del self._leaving[group]
+        self._flow.ends(group)
 
 
 class Updater(Protocol):
@@ -141,13 +191,10 @@ class Stream:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step; the parameters and the optimizer state of `state` are used up."""
-        with self.files.errors():
-            return self._step(state, batch)
-
-    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         before = self.files.entered(dataclasses.replace(state, opt_state=()))
         after, found, shards, free = self.gradients(before, batch, self.memory.take())
         in_turn(found.metrics)
+        self.files.finished(found.metrics)
         params, published = flatten_dict(state.params), self.optimizer.published
         updating = {**params, **dict(zip(published, shards, strict=True))}
         grads = dict(zip(self.optimizer.layouts, found.grads, strict=True))
@@ -173,49 +220,41 @@ class Stream:
         places, places_in_files = self._places, self._places_in_files
         rest: list[list[Any]] = [[None] * len(getattr(leaf, "parts", ())) for leaf in leaves]
         params_at_rest = {path: [*x.parts] for path, x in files.items()}
-        leaving: deque[tuple[int, list[Left]]] = deque()
 
-        def fetch(k: int) -> Any:
-            while len(self.flow.in_flight) >= IN_FLIGHT:
-                self._gone(leaving)
+        def fetch(k: int, under_way: UnderWay) -> Any:
             group = self.groups[k]
-            self.flow.begins(k, group.device_bytes)
+            under_way.begins(k, group.device_bytes)
             arrived = group.tier.fetch(k, [leaves[i].parts[j] for i, j in places[k]])
+            under_way.comes(arrived)
             params = group.param_tier.fetch(k, [files[path].parts[j] for path, j in places_in_files[k]])
+            under_way.comes(params)
             return group.updater.bring(group.arrive(grads, found.factors), updating), arrived, params
 
-        arriving = fetch(0)
-        for k, group in enumerate(self.groups):
-            brought, pieces, params = arriving[0], arriving[1](), arriving[2]()
-            if k + 1 < len(self.groups):
-                arriving = fetch(k + 1)
-            given = {**updating, **dict(zip((cut.path for cut in group.in_files), params, strict=True))}
-            new, pieces, after = group.updater.update(brought, given, pieces, before)
-            stored, params_left = group.param_tier.store(k, [new.pop(cut.path) for cut in group.in_files])
-            for (path, j), part in zip(places_in_files[k], stored, strict=True):
-                params_at_rest[path][j] = part
-            updating |= new
-            for path in (cut.path for cut in group.cuts if last[cut.path] == k):
-                del grads[path]
-            stored, left = group.tier.store(k, pieces)
-            del brought, new, pieces, params, given
-            leaving.append((k, [params_left, left]))
-            for (i, j), part in zip(places[k], stored, strict=True):
-                rest[i][j] = part
-        while leaving:
-            self._gone(leaving)
+        with UnderWay(self.flow) as under_way:
+            arriving = fetch(0, under_way)
+            for k, group in enumerate(self.groups):
+                brought, pieces, params = arriving[0], arriving[1](), arriving[2]()
+                if k + 1 < len(self.groups):
+                    arriving = fetch(k + 1, under_way)
+                given = {**updating, **dict(zip((cut.path for cut in group.in_files), params, strict=True))}
+                new, pieces, after = group.updater.update(brought, given, pieces, before)
+                stored, left = group.param_tier.store(k, [new.pop(cut.path) for cut in group.in_files])
+                under_way.leaves(k, left)
+                for (path, j), part in zip(places_in_files[k], stored, strict=True):
+                    params_at_rest[path][j] = part
+                updating |= new
+                for path in (cut.path for cut in group.cuts if last[cut.path] == k):
+                    del grads[path]
+                stored, left = group.tier.store(k, pieces)
+                under_way.leaves(k, left)
+                del brought, new, pieces, params, given
+                for (i, j), part in zip(places[k], stored, strict=True):
+                    rest[i][j] = part
         for i, x in zip(none, after.shared, strict=True):
             leaves[i] = x
         updating |= {path: Pieces(x.whole, x.cuts, params_at_rest[path]) for path, x in files.items()}
         state = [Pieces(x.whole, x.cuts, parts) if parts else x for x, parts in zip(leaves, rest, strict=True)]
         return treedef.unflatten(state), after.report
-
-    def _gone(self, leaving: deque[tuple[int, list[Left]]]) -> None:
-        """Waits for the group that left first."""
-        k, ways = leaving.popleft()
-        for left in ways:
-            left()
-        self.flow.ends(k)
 
     @functools.cached_property
     def _places(self) -> list[list[tuple[int, int]]]:

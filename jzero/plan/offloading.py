@@ -104,7 +104,10 @@ def _state(run: jzero.Run) -> list[Moved]:
     files = sum(group.nbytes for group in groups if group.tier.name == "nvme")
     grads = sum(4 * math.prod(cut.shape) for cut in _cuts_on_cpu(run))
     given: dict[Any, Any] = flatten_dict(run.abstract_state.params)
-    cuts = [(math.prod(cut.shape), given[cut.path].dtype.itemsize) for cut in _cuts_on_cpu(run)]
+    in_files = run.params_in_files()  # read and written where they are updated
+    cuts = [
+        (math.prod(cut.shape), given[cut.path].dtype.itemsize) for cut in _cuts_on_cpu(run) if cut.path not in in_files
+    ]
     params, masters = (sum(n * width for n, width in cuts if width >= least) for least in (0, 4))
     return [
         Moved("optimizer state", "update", flying, flying, files, files),
@@ -119,21 +122,26 @@ def _cuts_on_cpu(run: jzero.Run) -> list[Any]:
 
 
 def _params(run: jzero.Run) -> list[Moved]:
-    """Fetched for both passes of every microbatch; trained ones are updated, too.
+    """Fetched, or read, for both passes of every microbatch; trained ones are updated, too.
 
     Beside a stack of layers, what is read outside of it (tables, heads) is fetched once and kept for the backward pass.
     """
-    state, host, stacked = run.abstract_state, run.params_on_host(), run.stacked()
+    if run.stream is None:
+        return []
+    state, stacked, files = run.abstract_state, run.stacked(), run.params_in_files()
     trained, frozen = flatten_dict(state.params), flatten_dict(state.frozen)
-    each = {path: shard_bytes(x) for path, x in {**trained, **frozen}.items() if path in host}
-    passes = {path: 2 if path in stacked or not stacked else 1 for path in each}
-    updated: dict[Any, int] = {}
-    for path in each.keys() & trained.keys():
-        if run.stream:
-            updated[path] = shard_bytes(run.stream.optimizer.param(path))
+    elsewhere = files | run.params_on_host()
+    each = {path: shard_bytes(x) for path, x in {**trained, **frozen}.items() if path in elsewhere}
+    passes = {path: (2 if path in stacked or not stacked else 1) * run.micro_batches * each[path] for path in each}
+    updated = {path: shard_bytes(run.stream.optimizer.param(path)) for path in each.keys() & trained.keys()}
+    # What the host updates in files does not come up for it.
+    up = updated.keys() - {cut.path for cut in _cuts_on_cpu(run) if cut.path in files}
+    read = sum(passes[path] for path in passes.keys() & files)
+    written = sum(updated[path] for path in updated.keys() & files)
+    of_update = (sum(updated[path] for path in up), sum(each[path] for path in up), written, written)
     return [
-        Moved("parameters", "passes", run.micro_batches * sum(passes[path] * each[path] for path in each)),
-        Moved("parameters", "update", sum(updated.values()), sum(each[path] for path in updated)),
+        Moved("parameters", "passes", sum(passes.values()), 0, read),
+        Moved("parameters", "update", *of_update),
     ]
 
 
@@ -170,11 +178,13 @@ def slowed(time: Estimate, found: Offloading, gpu: Gpu, group_bytes: int) -> tup
     )
     # A layer comes up, is worked on and goes down again before the next one does.
     summed = found.total("up_bytes", "sums") + found.total("down_bytes", "sums")
-    fetch_s, sums_s, link_s = (_seconds(nbytes, link) for nbytes in (fetched, summed, busiest))
+    disks = gpu.disk_gb_per_s * 1e9 / shared
+    sums_s, link_s = _seconds(summed, link), _seconds(busiest, link)
+    fetch_s = max(_seconds(fetched, link), _seconds(found.total("read_bytes", "passes"), disks))
     disk = max(found.total("read_bytes", "update"), found.total("written_bytes", "update"))
     moving_s = max(
         link_s,
-        disk * shared / (gpu.disk_gb_per_s * 1e9),
+        _seconds(disk, disks),
         CPU_BYTES * found.cpu_elements * shared / (gpu.host_gb_per_s * 1e9),
     )
     ends_s = 2 * _seconds(min(group_bytes, busiest), link)
@@ -205,7 +215,7 @@ def _assumptions(found: Offloading, gpu: Gpu) -> tuple[str, ...]:
         f"{PCIE_EFFICIENCY:.0%}; other values as in --target h100:pcie_gb_per_s=32"
     )
     lines = [pcie]
-    if found.total("read_bytes", "update"):
+    if any(moved.read_bytes for moved in found.moved):
         lines.append(f"disks of a host: {gpu.disk_gb_per_s:g} GB/s in each direction, all together (disk_gb_per_s)")
     if found.cpu_elements:
         lines.append(
