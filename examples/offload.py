@@ -57,6 +57,7 @@ def main() -> None:
             Placement("host memory, parameters too", make_run(args, {"optimizer": "host", "params": "host"})),
             Placement("host memory, updated on the CPU", make_run(args, {"optimizer": "host", "update": "cpu"})),
             Placement("files", make_run(args, files)),
+            Placement("files, parameters too", make_run(args, {**files, "params": "nvme"})),
         ]
         train(placements, args.steps)
         print(table(placements))
