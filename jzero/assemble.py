@@ -85,6 +85,8 @@ def setup(
 
     Raises:
         ValueError: bad stage, mesh, batch, annotation, pattern.
+        ShardingError: what zero or offload ask for cannot be done with these parameters.
+        SeparationError: an optimizer that cannot be run in groups.
         TypeError: not an NNX module, or a loss that is not sums.
         UnsupportedModelError: the model does what cannot be sharded; names the place.
         HostMemoryError: more is to rest in pinned host memory than XLA lets a process have.

@@ -70,8 +70,8 @@ class Offload:
 
     @property
     def in_groups(self) -> bool:
-        """Whether the optimizer is run group by group; so it is where parameters or gradients are on the host, never
-        all on the device."""
+        """Whether the optimizer is run group by group, as it is wherever something rests outside of the device: a step
+        in one program would have all of it there."""
         return any(place != "none" for place in (self.optimizer, self.params, self.grads))
 
 

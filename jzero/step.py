@@ -80,7 +80,8 @@ class Found:
     """What a batch says of the parameters.
 
     Attributes:
-        grads: nested dict, float32, in the layout of the optimizer state; of the mean loss, clipped.
+        grads: nested dict, float32, in the layout of the optimizer state; of the mean loss, clipped.  Where the
+            optimizer runs in groups a list, as they were accumulated.
         model_state: after the batch, or as it was where the gradient is not finite.
         loss: float32 scalar, the exact mean.
         finite: whether loss and gradient are; the update is skipped where they are not.

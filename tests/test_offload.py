@@ -54,7 +54,7 @@ def train(data, mesh: str, stage: int, steps: int = STEPS, tx: Any = adamw, **se
         jzero.make_mesh(axes, jax.devices()[:count]),
         data[0],
         stage=stage,
-        micro_batches=4 if ROWS % (4 * count) == 0 or count == 8 else 1,
+        micro_batches=4,
         clip_norm=0.5,
         precision=precision,
         offload=jzero.Offload(**({"group_size": GROUP} | settings)),

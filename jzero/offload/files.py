@@ -21,7 +21,7 @@ from jzero.offload.groups import Cut
 from jzero.offload.pieces import piece_shape, regions
 from jzero.offload.tiers import Arrived, Left
 
-__all__ = ["InFiles", "Place", "Stored", "TierError"]
+__all__ = ["InFiles", "Place", "Stored", "TierError", "from_device", "to_device"]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class InFiles:
         return sum(size for sizes in self._groups.values() for place in sizes for size in _sizes(place).values())
 
     def fetch(self, group: int, parts: Sequence[Any]) -> Arrived:
-        """Begins to read; what the returned function gives is on the device, or on its way there.
+        """Begins to read; the returned function waits, and gives what the update takes.
 
         Raises:
             ValueError: the handles are of a state that a later one has overwritten.

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -38,7 +39,7 @@ class UpdatedOnCpu:
         """Of one group.
 
         Args:
-            programs: kind -> jitted update of one chunk, of all groups, filled as they are asked for.
+            programs: parameter -> jitted update of one chunk, of all groups, filled as they are asked for.
 
         Raises:
             SeparationError: the optimizer does not take a parameter of the group element by element.
@@ -98,7 +99,7 @@ class UpdatedOnCpu:
         arguments, counts = [], []
         for r, device in enumerate(devices):
             reads = _chunks(grads[r], device)
-            olds = old[r] if old else _blank(reads, abstract.dtype, device, self._copies)
+            olds = old[r] if old else _blank(reads, abstract.dtype, device)
             counts.append(len(reads))
             arguments += [
                 ([[part[r][c] for part in own], olds[c]], reads[c], jax.device_put(given, device))
@@ -215,10 +216,10 @@ def _chunks(x: np.ndarray, device: Any, copies: Copies | None = None) -> tuple[j
     return tuple(take(flat[at], device) for at in _ranges(flat.size))
 
 
-def _blank(like: Sequence[jax.Array], dtype: Any, device: Any, copies: Copies) -> tuple[jax.Array, ...]:
+def _blank(like: Sequence[jax.Array], dtype: Any, device: Any) -> tuple[jax.Array, ...]:
     """Memory for new parameters whose old values nobody needs."""
     bits = np.uint16 if np.dtype(dtype).itemsize == 2 else dtype
-    return tuple(copies.take(np.zeros(x.shape, bits), device) for x in like)
+    return tuple(jnp.zeros(x.shape, bits, device=device) for x in like)
 
 
 def _joined(chunks: Sequence[jax.Array], dtype: Any, shape: tuple[int, ...]) -> np.ndarray:

@@ -12,12 +12,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero.collectives import Fetch, Store
+from jzero.host_params import HOST
 from jzero.offload.groups import Cut
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Pieces:
-    """One array of the optimizer state in the pieces in which it streams through the device.
+    """One array of the train state in the pieces in which it streams through the device.
 
     Attributes:
         whole: shape, dtype and sharding of the array that the pieces make up.
@@ -116,7 +117,7 @@ def paste_in(mesh: Mesh, place: NamedSharding) -> Any:
     Args:
         place: of the array, in whatever memory; the piece is on the device.
     """
-    spec, away = place.spec, place.memory_kind == "pinned_host"
+    spec, away = place.spec, place.memory_kind == HOST
 
     def paste(x: jax.Array, piece: jax.Array, start: jax.Array, wanted: jax.Array) -> jax.Array:
         old = lax.dynamic_slice(x, tuple(start), piece.shape)

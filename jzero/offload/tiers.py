@@ -1,4 +1,4 @@
-"""Where pieces of the optimizer state rest between two steps, and how they come to the update and go back.
+"""Where pieces of the train state rest between two steps, and how they come to the update and go back.
 
 A tier is asked to `fetch` pieces, which begins, and returns a function to call for the arrays when the update needs
 them; and to `store` what the update returned, which begins, and returns the pieces at rest with a function that waits
@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from jzero.host_params import HOST
 from jzero.offload.groups import Cut
 from jzero.offload.pieces import piece_shape, regions
 
@@ -83,7 +84,7 @@ class InHostMemory:
 
     def store(self, group: int, arrays: Sequence[Any]) -> tuple[list[Any], Left]:  # noqa: ARG002
         """Copies to the host."""
-        parts = [jax.device_put(x, of_kind(x.sharding, "pinned_host")) for x in arrays]
+        parts = [jax.device_put(x, of_kind(x.sharding, HOST)) for x in arrays]
 
         def wait() -> None:
             jax.block_until_ready(parts)
@@ -98,11 +99,11 @@ class InHostMemory:
 def to_host(whole: Any, piece: Cut, shards: Sequence[np.ndarray]) -> jax.Array:
     """A piece in pinned host memory, from its shards."""
     arrays = [
-        jax.device_put(shard, SingleDeviceSharding(device, memory_kind="pinned_host"))
+        jax.device_put(shard, SingleDeviceSharding(device, memory_kind=HOST))
         for shard, (_, devices) in zip(shards, regions(whole, piece), strict=True)
         for device in devices
     ]
-    sharding = of_kind(whole.sharding, "pinned_host")
+    sharding = of_kind(whole.sharding, HOST)
     return jax.make_array_from_single_device_arrays(piece_shape(whole, piece), sharding, arrays)
 
 
