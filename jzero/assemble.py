@@ -164,6 +164,7 @@ def setup(
         _elsewhere_bytes=driver.elsewhere_bytes,
         _entered=driver.entered,
         _finished=driver.finished,
+        _close=driver.close,
         _pace=Pace(mesh),
     )
     _check_pinned(run)

@@ -4,6 +4,7 @@ Everything here is a call to the library with the config's values, as a program 
 """
 
 import functools
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -122,6 +123,8 @@ def check_disks(config: Config, run: jzero.Run) -> None:
         ConfigError: names the directories, and the bytes that are needed and free.
     """
     directories = config.offload.dir
+    for directory in map(Path, directories):
+        _check_place(directory.absolute())
     disks = [_existing(Path(directory)) for directory in directories]
     for directory, disk in zip(directories, disks, strict=True):
         sharing = sum(other.stat().st_dev == disk.stat().st_dev for other in disks)
@@ -131,6 +134,16 @@ def check_disks(config: Config, run: jzero.Run) -> None:
                 f"offload.dir = {directory}: what rests in files takes {size(needed)} of that disk, which has "
                 f"{size(free)} free; name another disk, or more of them, or raise offload.host_bytes"
             )
+
+
+def _check_place(directory: Path) -> None:
+    at = f"offload.dir = {directory}"
+    if not directory.parent.is_dir():
+        raise ConfigError(f"{at}: {directory.parent} is not there; make it, or mount the disk")
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{at} is no directory; name another place")
+    if not os.access(directory if directory.exists() else directory.parent, os.W_OK):
+        raise ConfigError(f"{at} cannot be written; name a directory that can be")
 
 
 def _existing(path: Path) -> Path:

@@ -26,6 +26,7 @@ class Driver:
         file_bytes: of the files of this process.
         state: abstract, with where each piece rests of what rests in pieces.
         entered: a state, abstract or not, as programs are given it.
+        close: removes the files of what rests in them.
         finished: to be called with what a program returned that is given such a state.
     """
 
@@ -37,6 +38,7 @@ class Driver:
     file_bytes: int = 0
     entered: Callable[[TrainState], TrainState] = lambda state: state
     finished: Callable[[Any], object] = lambda _: None
+    close: Callable[[], None] = lambda: None
 
 
 def at_once(

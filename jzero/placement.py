@@ -1,5 +1,6 @@
 """What of a run rests outside of the device, as a program says it."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,6 +59,8 @@ class Offload:
         in_files = [key for key in ("optimizer", "params") if getattr(self, key) == "nvme"]
         if in_files and not self.dir:
             raise ValueError(f"offload.{in_files[0]} = nvme needs offload.dir, a directory on each disk to be used")
+        if len({os.path.realpath(directory) for directory in self.dir}) != len(self.dir):
+            raise ValueError(f"offload.dir = {self.dir!r} names a directory twice; name one on each disk")
         if self.dir and not in_files:
             raise ValueError(
                 f"offload.dir = {self.dir!r} is for files: offload.optimizer is {self.optimizer}, offload.params "

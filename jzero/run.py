@@ -68,6 +68,7 @@ class Run:
     _elsewhere_bytes: Mapping[str, int]
     _entered: Callable[[TrainState], TrainState]
     _finished: Callable[[Any], object]
+    _close: Callable[[], None]
     _pace: Pace
 
     def __repr__(self) -> str:
@@ -147,6 +148,14 @@ class Run:
         """The NNX module on the state's global arrays."""
         params = {path: on_device(x) for path, x in (flatten_dict(state.params) | flatten_dict(state.frozen)).items()}
         return self._gradients.template.merge(params, flatten_dict(state.model_state), {})
+
+    def close(self) -> None:
+        """Removes the files of what rests in them, which else go with the run or the process; its states go with them.
+
+        Raises:
+            TierError: they cannot be removed.
+        """
+        self._close()
 
     def put(self, batch: Any) -> Any:
         """`batch` on the mesh, its first dim split over the data-parallel devices; does not wait.

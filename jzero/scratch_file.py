@@ -211,6 +211,11 @@ def _reserve(path: Path, nbytes: int) -> None:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
+            if error.errno == errno.EFBIG:
+                raise TierError(
+                    f"{directory}: a file of {nbytes:,} bytes is larger than the file system or the process allows; "
+                    f"raise the limit (ulimit -f), or name more disks"
+                ) from error
             raise TierError(
                 f"{directory}: {nbytes:,} bytes are needed and {free:,} are free{_others(path.parent)}; "
                 f"free space there, or name more or larger disks"

@@ -8,6 +8,7 @@ written; 75, another process or a device was lost, and another start may go on; 
 ended it.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -108,7 +109,7 @@ def train(config: Config, stop: Stop) -> int:
     together.same_everywhere({"jax": jax.__version__, **dict(values_of(config)), "data": sources})
 
     # From here on the run leaves traces.
-    with session(config) as (run_dir, config):
+    with contextlib.closing(run), session(config) as (run_dir, config):
         journal, ended_by = train_in(run_dir, config, run, parts, sources, stop)
     journal.say(journal.summary())
     if ended_by:

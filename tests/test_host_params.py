@@ -272,3 +272,12 @@ def test_what_would_not_be_offloaded_is_refused():
         layouts_of_tree(2**20 + 1)
     with pytest.raises(ShardingError, match=r"zero\.regather false.*all layers at once"):
         layouts_of_tree(0, Zero(regather=False))
+
+
+def test_a_model_has_its_parameters_on_the_device():
+    (data,) = batches(1, 8)
+    offload = jzero.Offload(optimizer="host", params="host", min_param_bytes=0)
+    run = jzero.setup(decoder(), next_token_loss, optax.sgd(1.0), jzero.make_mesh("dp=8"), data, offload=offload)
+    state = run.init()
+    loss, weight = next_token_loss(run.model(state), jax.tree.map(jnp.asarray, data))
+    np.testing.assert_allclose(float(run.evaluate(state, data)["loss"]), float(loss) / float(weight), rtol=1e-5)

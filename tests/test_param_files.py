@@ -240,6 +240,11 @@ def test_files_and_memory_go_with_the_run(tmp_path):
     run = setup("one device", 3, layers=2, optimizer="nvme", params="nvme", dir=(str(tmp_path),))
     run.step(run.init(), DATA[0])
     assert len(list(tmp_path.iterdir())) == 2
+    run.close()
+    assert not list(tmp_path.iterdir())
+    run = setup("one device", 3, layers=2, optimizer="nvme", params="nvme", dir=(str(tmp_path),))
+    run.init()
+    assert len(list(tmp_path.iterdir())) == 2
     del run
     gc.collect()
     jax.clear_caches()

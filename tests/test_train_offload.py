@@ -45,6 +45,9 @@ def test_the_losses_are_those_of_the_same_run_on_the_device(tmp_path, fox):
     assert status == 0
     assert len(expected) == 4
     assert run(tmp_path, "nvme", *here, *files) == (0, expected)
+    all_of_it = ["--stage", "3", "--offload.params", "nvme", "--offload.min_param_bytes", "0"]
+    assert run(tmp_path, "params", *here, *files, *all_of_it)[0] == 0
+    assert not [*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()]
     assert run(tmp_path, "host", *here, "--offload.optimizer", "host") == (0, expected)
 
 
@@ -143,7 +146,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, fox
         (["--offload.optimizer", "nvme"], ["offload.optimizer = nvme needs offload.dir"]),
         (["--offload.optimizer", "disk"], ["offload.optimizer = disk", "none, device, host, nvme"]),
         (["--offload.update", "cpu"], ["offload.update = cpu", "offload.optimizer = none"]),
-        (["--offload.update", "delayed"], ["offload.update = delayed", "device, cpu"]),
+        (["--offload.update", "delayed"], ["offload.update = delayed", "device, cpu", "one step late"]),
         (["--offload.params", "host", "--zero.regather", "false"], ["offload.params", "zero.regather"]),
         (["--offload.params", "host"], ["offload.params", "1,048,576 bytes"]),
         (["--offload.group_size", "0"], ["offload.group_size = 0", ">= 1"]),
@@ -161,3 +164,20 @@ def test_bad_input_names_the_key_and_what_is_allowed(tmp_path, fox, capsys, flag
 
 def test_the_error_of_the_files_is_public():
     assert issubclass(jzero.TierError, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("directory", "message"),
+    [
+        ("{file}", "is no directory; name another place"),
+        ("{tmp}/missing/deep", "missing is not there; make it, or mount the disk"),
+        ("{tmp}/a,{tmp}/../{name}/a", "names a directory twice; name one on each disk"),
+    ],
+)
+def test_a_bad_directory_is_refused_before_anything_is_written(directory, message, tmp_path, fox, capsys):
+    (tmp_path / "file").touch()
+    directory = directory.format(file=tmp_path / "file", tmp=tmp_path, name=tmp_path.name)
+    files = ["--offload.optimizer", "nvme", "--offload.dir", directory]
+    assert train.main([*fox, "--run.dir", str(tmp_path / "run"), *files]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -254,6 +254,14 @@ class Offload(Section):
     update: Literal["device", "cpu"] = Field(
         "device", description="where the update is computed; cpu: the state never comes to the device"
     )
+
+    @pydantic.field_validator("update", mode="before")
+    @classmethod
+    def _at_once(cls, value: Any) -> Any:
+        if "delay" in str(value):
+            placement.Offload(update=str(value))  # says why not
+        return value
+
     params: Literal["none", "host", "nvme"] = Field(
         "none",
         description="where parameters rest; host: fetched layer by layer, ahead of use; nvme: read from files so, and "

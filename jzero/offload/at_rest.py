@@ -14,7 +14,7 @@ from jzero.offload.files import Place, Stored, from_device
 from jzero.offload.groups import Cut
 from jzero.offload.on_cpu import from_chunks
 from jzero.offload.pieces import AbstractPieces, Pieces, regions
-from jzero.offload.tiers import to_host
+from jzero.offload.tiers import of_kind, to_host
 
 
 def rests_on_host(x: Any) -> bool:
@@ -72,9 +72,9 @@ def empty(target: AbstractPieces) -> Pieces:
 
 
 def on_device(x: Any) -> jax.Array:
-    """An array in pieces, whole and on the device; another as it is."""
+    """An array that rests elsewhere, whole and on the device; another as it is."""
     if not isinstance(x, Pieces):
-        return x
+        return jax.device_put(x, of_kind(x.sharding, "device")) if rests_on_host(x) else x
     shape = x.sharding.shard_shape(x.shape)
     whole = Cut((), (0,) * len(shape), shape, whole=True)
     places = list(regions(x.whole, whole))

@@ -188,6 +188,17 @@ class InFiles:
             done.result()
         return [shard.view(place.whole.dtype).reshape(place.cut.shape) for shard in shards]
 
+    def close(self) -> None:
+        """Removes the files; what rested there is lost.
+
+        Raises:
+            TierError: they cannot be removed.
+        """
+        for pool in (self._incoming, self._outgoing):
+            pool.shutdown()
+        if self._files:
+            self._files.close()
+
     def begin_read(self, block: str, out: np.ndarray) -> Future[None]:
         """As `BlockFiles.read`."""
         return self._opened().read(block, out)

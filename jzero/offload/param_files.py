@@ -206,6 +206,15 @@ class ParamFiles:
         if self._fault:
             raise TierError(str(self._fault)) from self._fault
 
+    def close(self) -> None:
+        """Removes the files.
+
+        Raises:
+            TierError: they cannot be removed.
+        """
+        if self._files:
+            self._files.close()
+
     def forget(self) -> None:
         """Lets go of what was read ahead."""
         for reader in self._readers.values():

@@ -1,5 +1,6 @@
 """From an optimizer and its placement to the stream that runs it: groups, their tiers and their programs."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -105,6 +106,7 @@ def streamed(
         + max((group.tier.nbytes for group in groups if isinstance(group.tier, InFiles)), default=0),
         entered=files.entered,
         finished=files.finished,
+        close=functools.partial(_close, groups, files),
     )
 
 
@@ -167,6 +169,14 @@ def _at_rest(in_groups: InGroups, groups: Sequence[Group]) -> Any:
 def _blocks(group: int, leaf: int, whole: Any, cut: Cut) -> tuple[str, ...]:
     """Names of the blocks of a piece, one for each shard of this process."""
     return tuple(f"group {group} leaf {leaf} shard {number}" for number, _ in enumerate(regions(whole, cut)))
+
+
+def _close(groups: Sequence[Group], files: ParamFiles) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.callback(files.close)
+        for tier in {id(group.tier): group.tier for group in groups}.values():
+            if isinstance(tier, InFiles):
+                stack.callback(tier.close)
 
 
 def _elsewhere_bytes(groups: Sequence[Group]) -> dict[str, int]:
