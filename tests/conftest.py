@@ -1,6 +1,8 @@
 """Eight fake CPU devices for the whole suite, unless XLA_FLAGS already says how many; set before JAX is imported."""
 
+import gc
 import os
+from pathlib import Path
 
 _COUNT = "--xla_force_host_platform_device_count"
 if _COUNT not in os.environ.get("XLA_FLAGS", ""):
@@ -12,3 +14,21 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # A run of a test neither reads nor fills the user's cache of compiled programs; the tests of the cache switch it on.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
+
+import jax  # noqa: E402 (reads these)
+import pytest  # noqa: E402
+
+_MAPS = Path("/proc/self/maps")
+_MANY = 20_000  # regions of memory; a process may have 65,530, and XLA dies of the next program
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_of_other_modules_go(request):
+    """Each program that XLA:CPU compiles maps memory, and what JAX and a module's own caches hold stays mapped."""
+    yield
+    for x in vars(request.module).values():
+        if hasattr(x, "cache_clear") and x.__module__ == request.module.__name__:
+            x.cache_clear()
+    if _MAPS.exists() and len(_MAPS.read_bytes().splitlines()) > _MANY:
+        jax.clear_caches()
+        gc.collect()
