@@ -81,7 +81,7 @@ CELLS = list(itertools.product((("dp=1", 0), ("dp=4,tp=2", 3), ("dp=8", 2)), (1,
 QUICK = [(("dp=4,tp=2", 3), 4, 1), (("dp=8", 2), 1, 0)]
 
 
-# On one device, with microbatches, a norm comes out one bit away in the third step (losses are equal); why is not known.
+# On one device, with microbatches, the norm is one bit away in the third step, losses are equal; why is not known.
 ONE_BIT_AWAY = pytest.mark.xfail(reason="the third norm is one unit in the last place away", strict=False)
 MARKS = {cell: [slow, ONE_BIT_AWAY] if cell[0][0] == "dp=1" and cell[1] > 1 else [slow] for cell in CELLS}
 
