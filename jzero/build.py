@@ -142,16 +142,13 @@ def _check_place(directory: Path) -> None:
         raise ConfigError(f"{at}: {directory.parent} is not there; make it, or mount the disk")
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{at} is no directory; name another place")
-    if not os.access(directory if directory.exists() else directory.parent, os.W_OK):
+    if not os.access(_existing(directory), os.W_OK):
         raise ConfigError(f"{at} cannot be written; name a directory that can be")
 
 
 def _existing(path: Path) -> Path:
     """The directory, or the one in which it will be made."""
-    path = path.absolute()
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
+    return path if path.exists() else path.absolute().parent
 
 
 def make_optimizer(config: Config, per_layer: Any) -> optax.GradientTransformation:

@@ -141,8 +141,7 @@ def averaged(tx: optax.GradientTransformation, decay: float) -> optax.GradientTr
 
 def keeps_average(opt_state: Any) -> bool:
     """Whether an optimizer state, abstract or not, holds averaged parameters."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Averaged))
-    return any(isinstance(node, Averaged) for node in nodes)
+    return bool(_averages(opt_state))
 
 
 def average_of(opt_state: Any) -> Any:
@@ -151,11 +150,15 @@ def average_of(opt_state: Any) -> Any:
     Raises:
         ValueError: it holds none, or several.
     """
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Averaged))
-    found = [node.average for node in nodes if isinstance(node, Averaged)]
+    found = _averages(opt_state)
     if len(found) != 1:
         raise ValueError(
             f"the optimizer state holds {len(found) or 'no'} averages of the parameters: set it up with "
             f"tx=jzero.averaged(tx, decay), once"
         )
     return found[0]
+
+
+def _averages(opt_state: Any) -> list[Any]:
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Averaged))
+    return [node.average for node in nodes if isinstance(node, Averaged)]

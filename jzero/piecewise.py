@@ -19,7 +19,7 @@ from orbax.checkpoint import future, type_handlers
 from jzero import checksums, together
 from jzero.in_chunks import Start, bounds, chunk_shape, in_chunks
 from jzero.offload import at_rest
-from jzero.offload.groups import Cut
+from jzero.offload.groups import all_of
 from jzero.offload.pieces import AbstractPieces, Pieces, first_holders, regions
 
 _AT_ONCE_BYTES = 2**26  # written before they are waited for, and the most of a chunk
@@ -118,7 +118,7 @@ async def _write_one(pieces: Pieces, info: Any, batch: _Batch) -> int:
     largest = max(math.prod(cut.shape) for cut in pieces.cuts)
     chunk = chunk_shape(shape, shard, min(_AT_ONCE_BYTES // pieces.dtype.itemsize, largest))
     store, mine = await _created(pieces, chunk, info), first_holders(pieces.whole)
-    starts = [tuple(part.start for part in index) for index, _ in regions(pieces.whole, _all_of(shard))]
+    starts = [tuple(part.start for part in index) for index, _ in regions(pieces.whole, all_of(shard))]
     starts = [start for start, own in zip(starts, mine, strict=True) if own]
     own = ([box for box, own in zip(boxes, mine, strict=True) if own] for _, boxes in at_rest.read(pieces))
     added = 0
@@ -189,7 +189,3 @@ def _restored(store: Any, dtype: Any, target: AbstractPieces) -> tuple[Pieces, i
             shards.append(box.astype(target.dtype, copy=False))
         parts.append(fill(shards))
     return Pieces(target.whole, target.cuts, parts), checksums.total([added])
-
-
-def _all_of(shard: Sequence[int]) -> Cut:
-    return Cut((), (0,) * len(shard), tuple(shard), whole=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jzero.host_params import HOST
 from jzero.offload.files import Place, Stored, from_device
-from jzero.offload.groups import Cut
+from jzero.offload.groups import Cut, all_of
 from jzero.offload.on_cpu import from_chunks
 from jzero.offload.pieces import AbstractPieces, Pieces, regions
 from jzero.offload.tiers import of_kind, to_host
@@ -29,7 +29,7 @@ def in_pieces(x: Any) -> Any:
     if isinstance(x, Pieces | AbstractPieces):
         return x
     whole = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-    cut = Cut((), (0,) * len(x.shape), x.sharding.shard_shape(x.shape), whole=True)
+    cut = all_of(x.sharding.shard_shape(x.shape))
     if isinstance(x, jax.Array):
         return Pieces(whole, [cut], [x])
     return AbstractPieces(whole, [cut], [lambda shards: to_host(whole, cut, shards)])
@@ -76,8 +76,7 @@ def on_device(x: Any) -> jax.Array:
     if not isinstance(x, Pieces):
         return jax.device_put(x, of_kind(x.sharding, "device")) if rests_on_host(x) else x
     shape = x.sharding.shard_shape(x.shape)
-    whole = Cut((), (0,) * len(shape), shape, whole=True)
-    places = list(regions(x.whole, whole))
+    places = list(regions(x.whole, all_of(shape)))
     shards = [np.empty(shape, x.dtype) for _ in places]
     for cut, boxes in read(x):
         at = tuple(slice(start, start + size) for start, size in zip(cut.start, cut.shape, strict=True))

@@ -29,6 +29,11 @@ class Cut:
     whole: bool
 
 
+def all_of(shard: Sequence[int], path: Path = ()) -> Cut:
+    """All of a shard, as one piece."""
+    return Cut(path, (0,) * len(shard), tuple(shard), whole=True)
+
+
 @dataclass(frozen=True)
 class Share:
     """What groups are made of: one parameter's share of the state on one device.
@@ -61,7 +66,7 @@ def grouped(shares: Mapping[Path, Share], group_bytes: int) -> list[tuple[Cut, .
             groups.append(tuple(gathered))
             gathered, filled = [], 0
         if fits:
-            gathered.append(Cut(path, (0,) * len(share.shape), share.shape, whole=True))
+            gathered.append(all_of(share.shape, path))
             filled += share.nbytes
         else:
             most = max(1, group_bytes * math.prod(share.shape) // share.nbytes)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jzero.offload.files import Place
-from jzero.offload.groups import Cut, boxes
+from jzero.offload.groups import Cut, all_of, boxes
 from jzero.offload.pieces import regions
 from jzero.zero import Path, path_name
 
@@ -59,7 +59,10 @@ class ParamBlocks:
                     of_layer.setdefault((cut.path, region, layer), []).append(stretch)
                 names = tuple(name for _, _, (name, _, _) in blocks)
                 places.setdefault(k, []).append(Place(whole, cut, names, per_shard=math.prod(cut.shape[:dims])))
-        holders = {path: [devices for _, devices in regions(x, _all_of(path, x))] for path, x in wholes.items()}
+        holders = {
+            path: [devices for _, devices in regions(x, all_of(x.sharding.shard_shape(x.shape)))]
+            for path, x in wholes.items()
+        }
         return ParamBlocks(places, of_layer, holders)
 
 
@@ -78,10 +81,6 @@ def _cuts(path: Path, whole: Any, piece_bytes: int) -> Iterator[Cut]:
     shape = whole.sharding.shard_shape(whole.shape)
     for start, box in boxes(shape, max(1, piece_bytes // whole.dtype.itemsize)):
         yield Cut(path, start, box, whole=box == shape)
-
-
-def _all_of(path: Path, whole: Any) -> Cut:
-    return Cut(path, (0,) * len(whole.shape), whole.sharding.shard_shape(whole.shape), whole=True)
 
 
 def _number(at: Sequence[int], shape: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ pieces along with those of its optimizer state, and write them back.  A piece an
 Forward and backward compute with the same numbers as with parameters on the device, bit for bit.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -178,7 +179,7 @@ class ParamFiles:
         if not self._called:
             return state
         abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.step))
-        return self.within(state, {path: self._tickets(path, abstract=abstract) for path in self.layers})
+        return self.within(state, self._abstract_tickets() if abstract else self._tickets)
 
     def layer(self, path: Path, ticket: int, device: int) -> np.ndarray:
         """What a device holds of a layer; called by the programs.
@@ -245,12 +246,18 @@ class ParamFiles:
 
         return left
 
-    def _tickets(self, path: Path, *, abstract: bool) -> Any:
-        shape = self.wholes[path].shape[: self.layers[path]]
+    def _abstract_tickets(self) -> dict[Path, jax.ShapeDtypeStruct]:
         sharding = NamedSharding(self._mesh, P())
-        if abstract:
-            return jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
-        return jax.device_put(np.arange(math.prod(shape), dtype=np.int32).reshape(shape), sharding)
+        shapes = {path: self.wholes[path].shape[:dims] for path, dims in self.layers.items()}
+        return {path: jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding) for path, shape in shapes.items()}
+
+    @functools.cached_property
+    def _tickets(self) -> dict[Path, jax.Array]:
+        """The same in every step: no program is given them to reuse."""
+        return {
+            path: jax.device_put(np.arange(x.size, dtype=np.int32).reshape(x.shape), x.sharding)
+            for path, x in self._abstract_tickets().items()
+        }
 
 
 class _Pending:
