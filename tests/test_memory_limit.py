@@ -27,4 +27,5 @@ def test_a_state_larger_than_a_limit_of_memory_trains_from_files_and_from_nowher
     assert from_files.stdout.startswith("loss ")
     on_the_device = under_the_limit("device", tmp_path)
     assert on_the_device.returncode != 0
-    assert "RESOURCE_EXHAUSTED" in on_the_device.stderr
+    # Whichever allocation comes last says so: XLA's of an array, or C++'s of anything else.
+    assert any(words in on_the_device.stderr for words in ("RESOURCE_EXHAUSTED", "bad_alloc", "MemoryError"))
