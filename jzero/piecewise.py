@@ -19,8 +19,8 @@ from orbax.checkpoint import future, type_handlers
 from jzero import checksums, together
 from jzero.in_chunks import Start, bounds, chunk_shape, in_chunks
 from jzero.offload import at_rest
-from jzero.offload.groups import all_of
-from jzero.offload.pieces import AbstractPieces, Pieces, first_holders, regions
+from jzero.offload.piece import Piece, first_holders
+from jzero.offload.pieces import AbstractPieces, Pieces
 
 _AT_ONCE_BYTES = 2**26  # written before they are waited for, and the most of a chunk
 _CACHE_BYTES = 2**28  # of chunks that were read and of which a next piece may want more
@@ -118,7 +118,7 @@ async def _write_one(pieces: Pieces, info: Any, batch: _Batch) -> int:
     largest = max(math.prod(cut.shape) for cut in pieces.cuts)
     chunk = chunk_shape(shape, shard, min(_AT_ONCE_BYTES // pieces.dtype.itemsize, largest))
     store, mine = await _created(pieces, chunk, info), first_holders(pieces.whole)
-    starts = [tuple(part.start for part in index) for index, _ in regions(pieces.whole, all_of(shard))]
+    starts = [tuple(part.start for part in index) for index, _ in Piece.all_of(pieces.whole).regions]
     starts = [start for start, own in zip(starts, mine, strict=True) if own]
     own = ([box for box, own in zip(boxes, mine, strict=True) if own] for _, boxes in at_rest.read(pieces))
     added = 0
@@ -179,10 +179,10 @@ def restore(
 
 def _restored(store: Any, dtype: Any, target: AbstractPieces) -> tuple[Pieces, int]:
     mine, added, parts = first_holders(target.whole), 0, []
-    for cut, fill in zip(target.cuts, target.fills, strict=True):
+    for piece, fill in zip(target.each, target.fills, strict=True):
         shards = []
-        for (index, _), own in zip(regions(target.whole, cut), mine, strict=True):
-            box = np.empty(cut.shape, dtype)
+        for (index, _), own in zip(piece.regions, mine, strict=True):
+            box = np.empty(piece.cut.shape, dtype)
             ts.array(box).write(store[index][ts.d[:].translate_to[0]] if index else store).result()
             if own:
                 added += checksums.of_box(box, [part.start for part in index], target.shape)

@@ -14,7 +14,8 @@ from tiny_decoder import batches, decoder
 
 import jzero
 from jzero.models.decoder import next_token_loss
-from jzero.offload.pieces import Pieces, leaves_of, regions
+from jzero.offload.at_rest import on_device
+from jzero.offload.pieces import Pieces, leaves_of
 from jzero.offload.stream import IN_FLIGHT, Stream
 
 STEPS, ROWS = 20, 16
@@ -129,7 +130,7 @@ def test_step_1_gradients_are_those_of_the_run_that_is_not_offloaded(settings, d
     def first_gradients(**settings: Any) -> dict[Any, np.ndarray]:
         tx = single.recording(optax.adamw(1e-3, weight_decay=0.1))
         after = train(data, "dp4 tp2", 3, steps=1, tx=tx, **settings)
-        return {path: _whole(x) for path, x in flatten_dict(after.state.opt_state.grads).items()}
+        return {path: np.asarray(on_device(x)) for path, x in flatten_dict(after.state.opt_state.grads).items()}
 
     grads, expected = first_gradients(**settings), first_gradients()
     for path, x in expected.items():
@@ -193,12 +194,12 @@ def test_a_step_that_is_skipped_leaves_the_state_as_it_was(data):
     broken = {**data[1], "weights": np.full_like(data[1]["weights"], np.inf)}
     for settings in ({}, {"update": "cpu"}):
         after = train(data, "one device", 3, steps=1, optimizer="host", **settings)
-        before = [_whole(leaf).copy() for leaf in leaves_of(after.state.opt_state)]
+        before = [np.asarray(on_device(leaf)).copy() for leaf in leaves_of(after.state.opt_state)]
         params = {path: x.copy() for path, x in after.params.items()}
         state, metrics = after.run.step(after.state, broken)
         assert int(metrics["skipped"]) == 1
         for old, new in zip(before, leaves_of(state.opt_state), strict=True):
-            np.testing.assert_array_equal(old, _whole(new))
+            np.testing.assert_array_equal(old, np.asarray(on_device(new)))
         for path, x in single.arrays(state.params).items():
             np.testing.assert_array_equal(x, params[path])
 
@@ -248,19 +249,3 @@ def test_a_state_whose_files_were_overwritten_is_refused(data, tmp_path):
 def _stream(run: jzero.Run) -> Stream:
     assert isinstance(run._step, Stream)
     return run._step
-
-
-def _whole(leaf: Any) -> np.ndarray:
-    """An array of the optimizer state, put together from its pieces."""
-    if not isinstance(leaf, Pieces):
-        return np.asarray(leaf)
-    whole = np.zeros(leaf.shape, leaf.dtype)
-    for cut, part in zip(leaf.cuts, leaf.parts, strict=True):
-        if isinstance(part, jax.Array):
-            held = {shard.device: shard.data for shard in part.addressable_shards}
-            shards = [np.asarray(held[devices[0]]) for _, devices in regions(leaf.whole, cut)]
-        else:
-            shards = [np.concatenate([np.asarray(x) for x in chunks]) for chunks in part]
-        for (index, _), shard in zip(regions(leaf.whole, cut), shards, strict=True):
-            whole[index] = shard.view(leaf.dtype).reshape(cut.shape)
-    return whole

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,7 +29,7 @@ def arrival(groups: InGroups, group: Sequence[Cut]) -> Arrive:
     A piece is float32, of the mean loss, clipped.  Nothing is donated: of what rests on the host, the next step
     accumulates in the same memory.
     """
-    program, starts = _program(groups, group), [np.asarray(cut.start, np.int32) for cut in group]
+    program, starts = _program(groups, group), [cut.at for cut in group]
     return lambda grads, factors: program([grads[cut.path] for cut in group], starts, factors)
 
 

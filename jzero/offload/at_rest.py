@@ -3,6 +3,7 @@
 Nothing here goes through device memory, and nothing is kept: host memory holds one piece at a time.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +11,11 @@ import jax
 import numpy as np
 
 from jzero.host_params import HOST
-from jzero.offload.files import Place, Stored, from_device
-from jzero.offload.groups import Cut, all_of
+from jzero.offload.files import Stored, from_device
+from jzero.offload.groups import Cut
 from jzero.offload.on_cpu import from_chunks
-from jzero.offload.pieces import AbstractPieces, Pieces, regions
+from jzero.offload.piece import Piece
+from jzero.offload.pieces import AbstractPieces, Pieces
 from jzero.offload.tiers import of_kind, to_host
 
 
@@ -28,11 +30,10 @@ def in_pieces(x: Any) -> Any:
     """An array that rests on the host as `Pieces`, an abstract one as `AbstractPieces`: a whole one is one piece."""
     if isinstance(x, Pieces | AbstractPieces):
         return x
-    whole = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-    cut = all_of(x.sharding.shard_shape(x.shape))
+    piece = Piece.all_of(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding))
     if isinstance(x, jax.Array):
-        return Pieces(whole, [cut], [x])
-    return AbstractPieces(whole, [cut], [lambda shards: to_host(whole, cut, shards)])
+        return Pieces(piece.whole, [piece.cut], [x])
+    return AbstractPieces(piece.whole, [piece.cut], [functools.partial(to_host, piece)])
 
 
 def as_wanted(x: Any, target: AbstractPieces) -> Any:
@@ -40,8 +41,8 @@ def as_wanted(x: Any, target: AbstractPieces) -> Any:
     return x if isinstance(target, AbstractPieces) else x.parts[0]
 
 
-def shards_of(whole: jax.ShapeDtypeStruct, cut: Cut, part: Any) -> list[np.ndarray]:
-    """A piece at rest: the distinct shards of this process, in the order of `regions`; only to be read.
+def shards_of(piece: Piece, part: Any) -> list[np.ndarray]:
+    """The shards of a piece at rest; only to be read.
 
     Raises:
         ValueError: what is in files was overwritten.
@@ -50,23 +51,20 @@ def shards_of(whole: jax.ShapeDtypeStruct, cut: Cut, part: Any) -> list[np.ndarr
     if isinstance(part, Stored):
         part.check()
         return part.tier.read(part.place)
-    place = Place(whole, cut, ())
-    if isinstance(part, jax.Array):
-        return from_device(place, _uncached(part))
-    return from_chunks(place, part)
+    return from_device(piece, _uncached(part)) if isinstance(part, jax.Array) else from_chunks(piece, part)
 
 
 def read(pieces: Pieces) -> Iterator[tuple[Cut, list[np.ndarray]]]:
     """Each piece and its shards, one after the other."""
-    for cut, part in zip(pieces.cuts, pieces.parts, strict=True):
-        yield cut, shards_of(pieces.whole, cut, part)
+    for piece, part in zip(pieces.each, pieces.parts, strict=True):
+        yield piece.cut, shards_of(piece, part)
 
 
 def empty(target: AbstractPieces) -> Pieces:
     """An array without elements, at rest."""
     parts = [
-        fill([np.zeros(cut.shape, target.dtype) for _ in regions(target.whole, cut)])
-        for cut, fill in zip(target.cuts, target.fills, strict=True)
+        fill([np.zeros(piece.cut.shape, target.dtype) for _ in piece.regions])
+        for piece, fill in zip(target.each, target.fills, strict=True)
     ]
     return Pieces(target.whole, target.cuts, parts)
 
@@ -75,17 +73,12 @@ def on_device(x: Any) -> jax.Array:
     """An array that rests elsewhere, whole and on the device; another as it is."""
     if not isinstance(x, Pieces):
         return jax.device_put(x, of_kind(x.sharding, "device")) if rests_on_host(x) else x
-    shape = x.sharding.shard_shape(x.shape)
-    places = list(regions(x.whole, all_of(shape)))
-    shards = [np.empty(shape, x.dtype) for _ in places]
+    whole = Piece.all_of(x.whole)
+    shards = [np.empty(whole.cut.shape, x.dtype) for _ in whole.regions]
     for cut, boxes in read(x):
-        at = tuple(slice(start, start + size) for start, size in zip(cut.start, cut.shape, strict=True))
         for shard, box in zip(shards, boxes, strict=True):
-            shard[at] = box
-    arrays = [
-        jax.device_put(shard, device) for shard, (_, devices) in zip(shards, places, strict=True) for device in devices
-    ]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, arrays)
+            shard[cut.index] = box
+    return whole.from_shards(shards)
 
 
 def _uncached(x: jax.Array) -> jax.Array:

@@ -5,15 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 
 from jzero.driver import in_mesh
-from jzero.offload.files import Place, from_device
+from jzero.offload.files import from_device
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
 from jzero.offload.param_files import ParamFiles
-from jzero.offload.pieces import Pieces, cut_out
+from jzero.offload.piece import Piece
+from jzero.offload.pieces import Pieces
 from jzero.offload.stream import Group
 from jzero.optim import Optimizer
 from jzero.step import TrainState
@@ -50,19 +50,19 @@ def new_state(
 
     programs: dict[Any, Any] = {}
 
-    def pieces(cuts: Sequence[tuple[Any, Cut]], arrays_of: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    def made(pieces: Sequence[tuple[Any, Piece]], arrays_of: Callable[[list[Any]], list[Any]]) -> list[Any]:
         """Pieces of arrays, by a program for all pieces of the same shapes."""
-        keys = [key for key, _ in cuts]
-        kind = tuple((key, cut.shape) for key, cut in cuts)
+        kind = tuple((key, piece.cut.shape) for key, piece in pieces)
         if kind not in programs:
-            places = [given[key].sharding for key in keys]
+            places = [piece.whole.sharding for _, piece in pieces]
 
             def make(starts: Sequence[Any]) -> list[Any]:
-                arrays = lax.with_sharding_constraint(arrays_of(keys), places)
-                return [_piece(x, *of) for x, *of in zip(arrays, places, (cut for _, cut in cuts), starts, strict=True)]
+                arrays = lax.with_sharding_constraint(arrays_of([key for key, _ in pieces]), places)
+                each = zip(pieces, arrays, starts, strict=True)
+                return [piece.cut_from(x, start) for (_, piece), x, start in each]
 
             programs[kind] = in_mesh(optimizer.mesh, jax.jit(make, out_shardings=places))
-        return programs[kind]([np.asarray(cut.start, np.int32) for _, cut in cuts])
+        return programs[kind]([piece.cut.at for _, piece in pieces])
 
     rest = optimizer.numbers(None)
     places = files.without(replace(shardings, opt_state=[leaves[i].sharding for i in rest]))
@@ -70,23 +70,20 @@ def new_state(
     given: dict[Any, Any] = {**dict(enumerate(leaves)), **files.wholes}
     parts: dict[Any, list[tuple[Cut, Any]]] = {}
     for k, group in enumerate(groups):
-        cuts = optimizer.cuts(group.cuts)
-        made = pieces(cuts, lambda numbers: with_leaves(numbers).opt_state)
-        stored, left = group.tier.store(k, group.updater.settle(made))
-        del made
+        pieces = [(i, Piece(leaves[i], cut)) for i, cut in optimizer.cuts(group.cuts)]
+        arrays = made(pieces, lambda numbers: with_leaves(numbers).opt_state)
+        stored, left = group.tier.store(k, group.updater.settle(arrays))
+        del arrays
         left()
-        for (i, cut), part in zip(cuts, stored, strict=True):
-            parts.setdefault(i, []).append((cut, part))
+        for (i, piece), part in zip(pieces, stored, strict=True):
+            parts.setdefault(i, []).append((piece.cut, part))
     for k, in_files in files.cuts().items():
         for number, cut in enumerate(in_files):
-            (made,) = pieces([(cut.path, cut)], lambda paths: files.chosen(with_leaves([]), paths))
-            shards = from_device(Place(given[cut.path], cut, ()), made)
+            piece = Piece(given[cut.path], cut)
+            (array,) = made([(cut.path, piece)], lambda paths: files.chosen(with_leaves([]), paths))
+            shards = from_device(piece, array)
             parts.setdefault(cut.path, []).append((cut, files.fill(k, number, shards)))
     found: dict[Any, Any] = dict(zip(rest, state.opt_state, strict=True))
     found |= {key: Pieces(given[key], *zip(*of, strict=True)) for key, of in parts.items()}
     treedef = jax.tree.structure(abstract.opt_state)
     return files.within(replace(state, opt_state=treedef.unflatten([found[i] for i in range(len(leaves))])), found)
-
-
-def _piece(x: jax.Array, sharding: Any, cut: Cut, start: Any) -> jax.Array:
-    return x if cut.whole else cut_out(sharding.mesh, sharding.spec, cut.shape)(x, start)

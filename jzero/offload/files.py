@@ -5,7 +5,6 @@ by threads, while the one before is updated, and written behind; host memory hol
 scratch: what lasts is a checkpoint.
 """
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,8 +16,7 @@ import numpy as np
 
 from jzero.block_files import BlockFiles, TierError, aligned
 from jzero.offload.copies import Copies
-from jzero.offload.groups import Cut
-from jzero.offload.pieces import piece_shape, regions
+from jzero.offload.piece import Piece
 from jzero.offload.tiers import Arrived, Left
 
 __all__ = ["InFiles", "Place", "Stored", "TierError", "from_device", "to_device"]
@@ -26,17 +24,15 @@ __all__ = ["InFiles", "Place", "Stored", "TierError", "from_device", "to_device"
 
 @dataclass(frozen=True)
 class Place:
-    """One piece of one array, and the blocks that hold it.
+    """The blocks of one piece.
 
     Attributes:
-        whole: the array, abstract.
-        cut: the piece.
-        blocks: names, of each distinct shard of this process one after the other.
+        piece: which one.
+        blocks: names, of each of its shards one after the other.
         per_shard: how many equal blocks a shard is in, one after the other.
     """
 
-    whole: jax.ShapeDtypeStruct
-    cut: Cut
+    piece: Piece
     blocks: tuple[str, ...]
     per_shard: int = 1
 
@@ -46,14 +42,9 @@ class Place:
         return len(self.blocks) // self.per_shard
 
     @property
-    def shard_bytes(self) -> int:
-        """Of one shard."""
-        return math.prod(self.cut.shape) * self.whole.dtype.itemsize
-
-    @property
     def block_bytes(self) -> int:
         """Of one block."""
-        return self.shard_bytes // self.per_shard
+        return self.piece.shard_bytes // self.per_shard
 
     def each(self, shards: Sequence[np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
         """(name, bytes) of each block, of shards in memory, contiguous."""
@@ -100,8 +91,8 @@ class InFiles:
         directories: Sequence[str],
         owner: str,
         groups: Mapping[int, Sequence[Place]],
-        arrive: Callable[[Place, Sequence[np.ndarray], Copies], Any],
-        leave: Callable[[Place, Any], Sequence[np.ndarray]],
+        arrive: Callable[[Piece, Sequence[np.ndarray], Copies], Any],
+        leave: Callable[[Piece, Any], Sequence[np.ndarray]],
     ) -> None:
         """Makes no file yet: that is for the first state.
 
@@ -163,7 +154,7 @@ class InFiles:
         done: Future[None] = self._outgoing.submit(self._write, group, list(arrays))
         return [Stored(self, place, self._versions[place.blocks]) for place in places], done.result
 
-    def fill(self, group: int, number: int, piece: Cut, whole: Any, shards: Sequence[np.ndarray]) -> Stored:  # noqa: ARG002
+    def fill(self, group: int, number: int, piece: Piece, shards: Sequence[np.ndarray]) -> Stored:  # noqa: ARG002
         """Writes a piece from a checkpoint, and waits until it is written; a state that had it is used up.
 
         Raises:
@@ -183,10 +174,10 @@ class InFiles:
 
     def read(self, place: Place) -> list[np.ndarray]:
         """The shards of a piece, for a checkpoint; memory of their own."""
-        shards = [aligned(place.shard_bytes) for _ in range(place.shards)]
+        shards = [aligned(place.piece.shard_bytes) for _ in range(place.shards)]
         for done in [self._opened().read(name, out) for name, out in place.each(shards)]:
             done.result()
-        return [shard.view(place.whole.dtype).reshape(place.cut.shape) for shard in shards]
+        return [place.piece.box(shard) for shard in shards]
 
     def close(self) -> None:
         """Removes the files; what rested there is lost.
@@ -213,22 +204,22 @@ class InFiles:
         ]
         for done in reads:
             done.result()
-        arrays = [self._arrive(place, shards, self._copies) for place, shards in zip(places, taken, strict=True)]
+        arrays = [self._arrive(place.piece, shards, self._copies) for place, shards in zip(places, taken, strict=True)]
         jax.block_until_ready(arrays)  # the memory is used again
         self._copies.returned(shard for shards in taken for shard in shards)
         return arrays
 
     def _memory(self, place: Place) -> list[np.ndarray]:
         """For the blocks of a piece."""
-        shape, dtype = place.cut.shape, place.whole.dtype
-        return [self._copies.memory(shape, dtype, devices[0]) for _, devices in regions(place.whole, place.cut)]
+        shape, dtype = place.piece.cut.shape, place.piece.dtype
+        return [self._copies.memory(shape, dtype, devices[0]) for _, devices in place.piece.regions]
 
     def _write(self, group: int, arrays: list[Any]) -> None:
         """From the memory of the arrays, when they are computed: they are kept until it is on disk."""
         blocks = (
             block
             for place, array in zip(self._groups[group], arrays, strict=True)
-            for block in place.each([np.ascontiguousarray(shard) for shard in self._leave(place, array)])
+            for block in place.each([np.ascontiguousarray(shard) for shard in self._leave(place.piece, array)])
         )
         _write_all(self._opened(), blocks)
         self._copies.give(shard.data for array in jax.tree.leaves(arrays) for shard in array.addressable_shards)
@@ -253,18 +244,11 @@ def _sizes(place: Place) -> dict[str, int]:
     return dict.fromkeys(place.blocks, place.block_bytes)
 
 
-def to_device(place: Place, shards: Sequence[np.ndarray], copies: Copies) -> jax.Array:
+def to_device(piece: Piece, shards: Sequence[np.ndarray], copies: Copies) -> jax.Array:
     """A piece on the devices of the run, from the bytes of its shards."""
-    arrays = [
-        copies.take(shard.view(place.whole.dtype).reshape(place.cut.shape), device)
-        for shard, (_, devices) in zip(shards, regions(place.whole, place.cut), strict=True)
-        for device in devices
-    ]
-    shape = piece_shape(place.whole, place.cut)
-    return jax.make_array_from_single_device_arrays(shape, place.whole.sharding, arrays)
+    return piece.from_shards([piece.box(shard) for shard in shards], copies.take)
 
 
-def from_device(place: Place, piece: jax.Array) -> list[np.ndarray]:
-    """The distinct shards of a piece on the devices."""
-    held = {shard.device: shard.data for shard in piece.addressable_shards}
-    return [np.asarray(held[devices[0]]) for _, devices in regions(place.whole, place.cut)]
+def from_device(piece: Piece, x: jax.Array) -> list[np.ndarray]:
+    """The shards of a piece on the devices."""
+    return [np.asarray(shard) for shard in piece.shards_of(x)]

@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from jzero.zero import Path
 
 
@@ -27,6 +29,16 @@ class Cut:
     start: tuple[int, ...]
     shape: tuple[int, ...]
     whole: bool
+
+    @property
+    def at(self) -> np.ndarray:
+        """Where it begins, as a program is told: int32 [dims]."""
+        return np.asarray(self.start, np.int32)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The box, of a shard on the host."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
 
 def all_of(shard: Sequence[int], path: Path = ()) -> Cut:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero.offload.groups import Cut, Share, grouped
+from jzero.offload.piece import Piece
 from jzero.offload.separable import placewise
 from jzero.optim import Optimizer
 from jzero.step import TrainState
@@ -104,6 +105,15 @@ class InGroups:
         """A parameter, abstract, while it is updated."""
         x = self.params[path]
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.updating(path))
+
+    def on_device(self, path: Path) -> jax.ShapeDtypeStruct:
+        """The same on the device, wherever it is updated."""
+        x = self.params[path]
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding(path))
+
+    def piece(self, cut: Cut) -> Piece:
+        """Of a parameter, on the device."""
+        return Piece(self.on_device(cut.path), cut)
 
     def in_files(self, group: tuple[Cut, ...]) -> list[Cut]:
         """The pieces of a group whose parameters rest in files, piece by piece."""

@@ -20,10 +20,9 @@ from jax import lax
 
 from jzero.in_blocks import at_once, in_blocks
 from jzero.offload.copies import Copies
-from jzero.offload.files import Place
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
-from jzero.offload.pieces import cut_out, paste_in, piece_shape, regions
+from jzero.offload.piece import Piece, paste_in
 from jzero.offload.programs import Update
 from jzero.offload.separable import SeparationError
 from jzero.offload.stream import Scalars
@@ -50,14 +49,13 @@ class UpdatedOnCpu:
                     f"offload.update = cpu: tx does not take parameter {path_name(cut.path)!r} element by element (it "
                     f"works on whole tensors); take offload.update = device, or another optimizer"
                 )
-        self._groups, self._group, self._programs = groups, group, programs
-        self._in_files = groups.in_files(tuple(group))
-        self._copies = Copies()
+        self._groups, self._programs, self._copies = groups, programs, Copies()
+        self._pieces = [groups.piece(cut) for cut in group]
 
     def bring(self, grads: Sequence[jax.Array], params: Mapping[Path, Any]) -> list[tuple[Any, Any]]:
         """Gradients on their way down, and the parameters that are their own masters."""
-        of_grads = [_shards(x, self._groups.param(c.path), c) for x, c in zip(grads, self._group, strict=True)]
-        return [(x, self._old(params.get(cut.path), cut)) for x, cut in zip(of_grads, self._group, strict=True)]
+        of_grads = [_going_down(piece, x) for piece, x in zip(self._pieces, grads, strict=True)]
+        return [(x, self._old(params.get(p.cut.path), p)) for x, p in zip(of_grads, self._pieces, strict=True)]
 
     def update(
         self,
@@ -69,37 +67,36 @@ class UpdatedOnCpu:
         """One program for each chunk of each shard; parameters are donated where they lie, and so is the state."""
         flat, new, after, states = iter(state), dict[Path, Any](), scalars, list[Part]()
         given = _on_host(scalars)
-        for cut, (grad, old) in zip(self._group, brought, strict=True):
-            own = [next(flat) for _ in self._groups.numbers(cut.path)]
-            olds = params[cut.path] if cut in self._in_files else old and self._chunked(cut, old)
-            parts, updated, after = self._cut(cut, own, _arrived(grad), olds, given)
+        for piece, (grad, old) in zip(self._pieces, brought, strict=True):
+            path = piece.cut.path
+            in_files = self._groups.layouts[path].in_files
+            own = [next(flat) for _ in self._groups.numbers(path)]
+            olds = params[path] if in_files else old and to_chunks(piece, _arrived(old), self._copies)
+            parts, updated, after = self._piece(piece, own, _arrived(grad), olds, given)
             states += parts
-            if cut in self._in_files:
-                new[cut.path] = updated
-            else:
-                new[cut.path] = self._up({**params, **new}[cut.path], cut, updated, scalars.finite)
+            new[path] = updated if in_files else self._up({**params, **new}[path], piece, updated, scalars.finite)
         rest = scalars.loss.sharding
         shared, report = jax.device_put(jax.device_get((after.shared, after.report)), rest)
         return new, states, scalars._replace(shared=shared, report=report)
 
     def settle(self, pieces: Sequence[jax.Array]) -> list[Part]:
         """Pieces of the state, from the device into chunks."""
-        whole = [(leaf, cut) for cut in self._group for leaf in self._groups.leaves(cut.path)]
+        cuts = [piece.cut for piece in self._pieces]
+        of_state = [Piece(leaf, cut) for cut in cuts for leaf in self._groups.leaves(cut.path)]
         return [
-            to_chunks(Place(leaf, cut, ()), _arrived(_shards(x, leaf, cut)), self._copies)
-            for x, (leaf, cut) in zip(pieces, whole, strict=True)
+            to_chunks(piece, _arrived(_going_down(piece, x)), self._copies)
+            for piece, x in zip(of_state, pieces, strict=True)
         ]
 
-    def _cut(
-        self, cut: Cut, own: list[Part], grads: list[np.ndarray], old: Part | None, given: Any
+    def _piece(
+        self, piece: Piece, own: list[Part], grads: list[np.ndarray], old: Part | None, given: Any
     ) -> tuple[list[Part], Part, Scalars]:
         """(new state, new parameter, scalars) of one piece."""
-        abstract = self._groups.param(cut.path)
-        program, devices = self._program(cut), list(_devices(abstract, cut))
+        program, devices = self._program(piece.cut.path), list(_devices(piece))
         arguments, counts = [], []
         for r, device in enumerate(devices):
             reads = _chunks(grads[r], device)
-            olds = old[r] if old else _blank(reads, abstract.dtype, device)
+            olds = old[r] if old else _blank(reads, piece.dtype, device)
             counts.append(len(reads))
             arguments += [
                 ([[part[r][c] for part in own], olds[c]], reads[c], jax.device_put(given, device))
@@ -112,43 +109,27 @@ class UpdatedOnCpu:
         shared, report = by_shard[0][0][1]
         return states, updated, Scalars(shared, given[1], given[2], report)
 
-    def _program(self, cut: Cut) -> Any:
+    def _program(self, path: Path) -> Any:
         """The jitted update of a chunk."""
-        key = cut.path
-        if key not in self._programs:
-            self._programs[key] = jax.jit(
-                in_blocks(functools.partial(_update, self._groups, key)), donate_argnums=0, keep_unused=True
+        if path not in self._programs:
+            self._programs[path] = jax.jit(
+                in_blocks(functools.partial(_update, self._groups, path)), donate_argnums=0, keep_unused=True
             )
-        return self._programs[key]
+        return self._programs[path]
 
-    def _old(self, x: Any, cut: Cut) -> list[jax.Array] | None:
+    def _old(self, x: Any, piece: Piece) -> list[jax.Array] | None:
         """A piece of a parameter that has no master, on its way, of each shard; what has one is made from that.
 
         One that is in files comes with the state.
         """
         if x is None or x.dtype.itemsize < 4:
             return None
-        if not cut.whole:
-            x = cut_out(self._groups.mesh, self._groups.spec(cut.path), cut.shape)(x, _start(cut))
-        return _shards(x, self._groups.param(cut.path), cut)
+        return _going_down(piece, piece.cut_from(x, piece.cut.at))
 
-    def _chunked(self, cut: Cut, shards: list[jax.Array]) -> Part:
-        """A piece of a parameter that has come down, in chunks."""
-        return to_chunks(Place(self._groups.param(cut.path), cut, ()), _arrived(shards), self._copies)
-
-    def _up(self, x: jax.Array, cut: Cut, part: Part, finite: jax.Array) -> jax.Array:
+    def _up(self, x: jax.Array, piece: Piece, part: Part, finite: jax.Array) -> jax.Array:
         """The parameter with its new piece, which is on its way."""
-        abstract = self._groups.param(cut.path)
-        shards = from_chunks(Place(abstract, cut, ()), part)
-        arrays = [
-            jax.device_put(shard, device)
-            for shard, (_, devices) in zip(shards, regions(abstract, cut), strict=True)
-            for device in devices
-        ]
-        piece = jax.make_array_from_single_device_arrays(
-            piece_shape(abstract, cut), self._groups.sharding(cut.path), arrays
-        )
-        return paste_in(self._groups.mesh, self._groups.updating(cut.path))(x, piece, _start(cut), finite)
+        new, place = piece.from_shards(from_chunks(piece, part)), self._groups.updating(piece.cut.path)
+        return paste_in(self._groups.mesh, place)(x, new, piece.cut.at, finite)
 
 
 def _update(groups: InGroups, path: Path, arrays: Any, grads: Any, scalars: Any) -> Any:
@@ -164,36 +145,30 @@ def _update(groups: InGroups, path: Path, arrays: Any, grads: Any, scalars: Any)
 # ---- between devices and chunks -------------------------------------------------------------------------------------
 
 
-def _start(cut: Cut) -> np.ndarray:
-    return np.asarray(cut.start, np.int32)
-
-
-def _devices(whole: Any, cut: Cut) -> Iterator[Any]:
-    """For each shard of this process, the CPU device on which it is updated."""
+def _devices(piece: Piece) -> Iterator[Any]:
+    """For each shard, the CPU device on which it is updated."""
     cpus = jax.local_devices(backend="cpu")
-    for number, _ in enumerate(regions(whole, cut)):
+    for number, _ in enumerate(piece.regions):
         yield cpus[number % len(cpus)]
 
 
-def _shards(x: jax.Array, whole: Any, cut: Cut) -> list[jax.Array]:
-    """Of each shard of this process, one device's copy, on its way to the host."""
-    held = {shard.device: shard.data for shard in x.addressable_shards}
-    chosen = [held[devices[0]] for _, devices in regions(whole, cut)]
-    for shard in chosen:
+def _going_down(piece: Piece, x: jax.Array) -> list[jax.Array]:
+    """The shards of a piece on the devices, on their way to the host."""
+    shards = piece.shards_of(x)
+    for shard in shards:
         shard.copy_to_host_async()
-    return chosen
+    return shards
 
 
-def to_chunks(place: Place, shards: Sequence[np.ndarray], copies: Copies) -> Part:
+def to_chunks(piece: Piece, shards: Sequence[np.ndarray], copies: Copies) -> Part:
     """A piece in chunks, from the bytes of its shards."""
-    typed = [shard.view(place.whole.dtype) for shard in shards]
-    devices = _devices(place.whole, place.cut)
-    return tuple(_chunks(shard, device, copies) for shard, device in zip(typed, devices, strict=True))
+    typed = [shard.view(piece.dtype) for shard in shards]
+    return tuple(_chunks(shard, device, copies) for shard, device in zip(typed, _devices(piece), strict=True))
 
 
-def from_chunks(place: Place, part: Part) -> list[np.ndarray]:
+def from_chunks(piece: Piece, part: Part) -> list[np.ndarray]:
     """The shards of a piece in chunks."""
-    return [_joined(chunks, place.whole.dtype, place.cut.shape) for chunks in part]
+    return [_joined(chunks, piece.dtype, piece.cut.shape) for chunks in part]
 
 
 def _arrived(shards: Sequence[jax.Array]) -> list[np.ndarray]:

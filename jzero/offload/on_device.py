@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
@@ -22,7 +21,7 @@ class UpdatedOnDevice:
             program: `programs.update_program` of its kind.
         """
         self._program, self._paths = program, [cut.path for cut in group]
-        self._starts = [np.asarray(cut.start, np.int32) for cut in group]
+        self._starts = [cut.at for cut in group]
         self._counts = [len(groups.numbers(cut.path)) for cut in group]
 
     def bring(self, grads: Sequence[jax.Array], params: Mapping[Path, Any]) -> list[jax.Array]:  # noqa: ARG002 (there)

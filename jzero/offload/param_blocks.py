@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jzero.offload.files import Place
-from jzero.offload.groups import Cut, all_of, boxes
-from jzero.offload.pieces import regions
+from jzero.offload.groups import Cut, boxes
+from jzero.offload.piece import Piece
 from jzero.zero import Path, path_name
 
 Stretch = tuple[str, int, int]  # a block, and from which byte of a layer's shard to which it is
@@ -53,25 +53,23 @@ class ParamBlocks:
         places: dict[int, list[Place]] = {}
         for k, own in cuts.items():
             for cut in own:
-                whole, dims = wholes[cut.path], layers[cut.path]
-                blocks = list(_blocks(whole, cut, dims))
+                piece, dims = Piece(wholes[cut.path], cut), layers[cut.path]
+                blocks = list(_blocks(piece, dims))
                 for region, layer, stretch in blocks:
                     of_layer.setdefault((cut.path, region, layer), []).append(stretch)
                 names = tuple(name for _, _, (name, _, _) in blocks)
-                places.setdefault(k, []).append(Place(whole, cut, names, per_shard=math.prod(cut.shape[:dims])))
-        holders = {
-            path: [devices for _, devices in regions(x, all_of(x.sharding.shard_shape(x.shape)))]
-            for path, x in wholes.items()
-        }
+                places.setdefault(k, []).append(Place(piece, names, per_shard=math.prod(cut.shape[:dims])))
+        holders = {path: [devices for _, devices in Piece.all_of(x).regions] for path, x in wholes.items()}
         return ParamBlocks(places, of_layer, holders)
 
 
-def _blocks(whole: Any, cut: Cut, dims: int) -> Iterator[tuple[int, int, Stretch]]:
+def _blocks(piece: Piece, dims: int) -> Iterator[tuple[int, int, Stretch]]:
     """(region, layer, stretch of it) of a piece, in the order of its elements, region by region."""
+    whole, cut = piece.whole, piece.cut
     layers, layer = whole.shape[:dims], whole.sharding.shard_shape(whole.shape)[dims:]
     start = _number(cut.start[dims:], layer) * whole.dtype.itemsize
     stop = start + math.prod(cut.shape[dims:]) * whole.dtype.itemsize
-    for region, _ in enumerate(regions(whole, cut)):
+    for region, _ in enumerate(piece.regions):
         for at in np.ndindex(*cut.shape[:dims]):
             number = _number([i + first for i, first in zip(at, cut.start, strict=False)], layers)
             yield region, number, (f"{path_name(cut.path)} shard {region} layer {number} from {start}", start, stop)

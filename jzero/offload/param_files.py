@@ -27,9 +27,10 @@ from jax.sharding import PartitionSpec as P
 
 from jzero.block_files import TierError
 from jzero.offload.copies import Copies
-from jzero.offload.files import InFiles, Place
+from jzero.offload.files import InFiles
 from jzero.offload.groups import Cut
 from jzero.offload.param_blocks import ParamBlocks
+from jzero.offload.piece import Piece
 from jzero.offload.pieces import AbstractPieces
 from jzero.offload.read_ahead import Buffers, ReadAhead
 from jzero.offload.tiers import Stays, Tier
@@ -84,8 +85,8 @@ class ParamFiles:
         state: TrainState,
         groups: Sequence[Sequence[Cut]],
         piece_bytes: int,
-        arrive: Callable[[Place, Sequence[np.ndarray], Copies], Any],
-        leave: Callable[[Place, Any], Sequence[np.ndarray]],
+        arrive: Callable[[Piece, Sequence[np.ndarray], Copies], Any],
+        leave: Callable[[Piece, Any], Sequence[np.ndarray]],
     ) -> None:
         """Says where each piece lies.
 
@@ -119,7 +120,7 @@ class ParamFiles:
 
     def cuts(self) -> dict[int, list[Cut]]:
         """Group -> pieces of parameters that rest here; frozen ones have numbers after those of all groups."""
-        return {k: [place.cut for place in places] for k, places in self._blocks.places.items()}
+        return {k: [place.piece.cut for place in places] for k, places in self._blocks.places.items()}
 
     @property
     def buffer_bytes(self) -> int:
@@ -134,21 +135,23 @@ class ParamFiles:
         return self._files.nbytes if self._files else 0
 
     def fill(self, group: int, number: int, shards: Sequence[np.ndarray]) -> Any:
-        """Writes a piece: `shards` of this process, in the order of `regions`.
+        """Writes a piece, from its shards.
 
         Raises:
             TierError: as the files say.
         """
         place = self._blocks.places[group][number]
         self.forget()
-        return self._in_files().fill(group, number, place.cut, place.whole, shards)
+        return self._in_files().fill(group, number, place.piece, shards)
 
     def at_rest(self, state: TrainState) -> TrainState:
         """The abstract state with where each piece rests."""
         found: dict[Path, list[tuple[Cut, Any]]] = {path: [] for path in self.layers}
         for k, places in self._blocks.places.items():
             for number, place in enumerate(places):
-                found[place.cut.path].append((place.cut, lambda shards, k=k, n=number: self.fill(k, n, shards)))
+                found[place.piece.cut.path].append(
+                    (place.piece.cut, lambda shards, k=k, n=number: self.fill(k, n, shards))
+                )
         wholes = self.wholes
         return self.within(state, {p: AbstractPieces(wholes[p], *zip(*of, strict=True)) for p, of in found.items()})
 
@@ -237,10 +240,10 @@ class ParamFiles:
         assert self._files is not None
         return self._files
 
-    def _leaving(self, leave: Callable[[Place, Any], Sequence[np.ndarray]]) -> Any:
-        def left(place: Place, piece: Any) -> Sequence[np.ndarray]:
+    def _leaving(self, leave: Callable[[Piece, Any], Sequence[np.ndarray]]) -> Any:
+        def left(piece: Piece, new: Any) -> Sequence[np.ndarray]:
             # When a piece is computed, the program that has read its layers is done with.
-            shards = leave(place, piece)
+            shards = leave(piece, new)
             self.forget()
             return shards
 

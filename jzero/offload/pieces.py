@@ -1,19 +1,14 @@
 """An array of the train state that rests in pieces, outside of the device."""
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding
 
-from jzero.collectives import Fetch, Store
-from jzero.host_params import HOST
 from jzero.offload.groups import Cut
+from jzero.offload.piece import Piece
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -46,6 +41,11 @@ class Pieces:
         return f"Pieces({self.whole.shape}, {self.whole.dtype}, {len(self.parts)} pieces)"
 
     @property
+    def each(self) -> list[Piece]:
+        """Where the parts lie."""
+        return [Piece(self.whole, cut) for cut in self.cuts]
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole array."""
         return self.whole.shape
@@ -71,8 +71,7 @@ class AbstractPieces(jax.ShapeDtypeStruct):
 
     Attributes:
         cuts: as of `Pieces`.
-        fills: for each piece, the function (shards of this process as host arrays, in the order of `regions`) -> the
-            piece at rest.
+        fills: for each piece, the function (its shards, on the host) -> the piece at rest.
     """
 
     __slots__ = ("cuts", "fills")
@@ -89,6 +88,11 @@ class AbstractPieces(jax.ShapeDtypeStruct):
         """The array alone."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
 
+    @property
+    def each(self) -> list[Piece]:
+        """Where the parts are to lie."""
+        return [Piece(self.whole, cut) for cut in self.cuts]
+
 
 def is_pieces(x: Any) -> bool:
     """Whether a node of a tree is an array in pieces."""
@@ -98,69 +102,3 @@ def is_pieces(x: Any) -> bool:
 def leaves_of(opt_state: Any) -> list[Any]:
     """The arrays of an optimizer state, in pieces or not, in the order of its leaves."""
     return jax.tree.leaves(opt_state, is_leaf=is_pieces)
-
-
-@functools.lru_cache(maxsize=64)
-def cut_out(mesh: Mesh, spec: P, box: tuple[int, ...]) -> Any:
-    """The jitted function (array, start) -> piece: of every device's shard the box of this shape at `start`."""
-
-    def cut(x: jax.Array, start: jax.Array) -> jax.Array:
-        return lax.dynamic_slice(x, tuple(start), box)
-
-    return jax.jit(_manual(cut, mesh, (spec, P()), spec))
-
-
-@functools.lru_cache(maxsize=64)
-def paste_in(mesh: Mesh, place: NamedSharding) -> Any:
-    """The jitted function (array, piece, start, whether to) -> array with the piece in it; the array is donated.
-
-    Args:
-        place: of the array, in whatever memory; the piece is on the device.
-    """
-    spec, away = place.spec, place.memory_kind == HOST
-
-    def paste(x: jax.Array, piece: jax.Array, start: jax.Array, wanted: jax.Array) -> jax.Array:
-        old = lax.dynamic_slice(x, tuple(start), piece.shape)
-        new = jnp.where(wanted, piece, Fetch()(old) if away else old)
-        return lax.dynamic_update_slice(x, Store()(new) if away else new, tuple(start))
-
-    manual = _manual(paste, mesh, (spec, spec, P(), P()), spec)
-    return jax.jit(manual, out_shardings=place, donate_argnums=0)
-
-
-def piece_shape(whole: jax.ShapeDtypeStruct, cut: Cut) -> tuple[int, ...]:
-    """The shape of a piece as a global array: the boxes of all devices side by side."""
-    local = whole.sharding.shard_shape(whole.shape)
-    return tuple(box * (n // here if here else 1) for box, n, here in zip(cut.shape, whole.shape, local, strict=True))
-
-
-def regions(whole: jax.ShapeDtypeStruct, cut: Cut) -> Iterator[tuple[tuple[slice, ...], list[Any]]]:
-    """(where the box of a shard lies in the whole array, the devices of this process that hold it), each once."""
-    found: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-    for device, index in whole.sharding.addressable_devices_indices_map(whole.shape).items():
-        firsts = [(part.start or 0) + start for part, start in zip(index or (), cut.start, strict=True)]
-        box = tuple((first, first + size) for first, size in zip(firsts, cut.shape, strict=True))
-        found.setdefault(box, []).append(device)
-    for box, devices in found.items():
-        yield tuple(slice(*ends) for ends in box), devices
-
-
-def first_holders(whole: jax.ShapeDtypeStruct) -> list[bool]:
-    """For each region of this process, in the order of `regions`, whether no earlier process holds it, too.
-
-    What is of the whole array, a file say, is made of these of all processes.
-    """
-    first: dict[tuple[int, ...], int] = {}
-    for device, index in whole.sharding.devices_indices_map(whole.shape).items():
-        start = _start(index)
-        first[start] = min(int(device.process_index or 0), first.get(start, jax.process_count()))
-    own = dict.fromkeys(map(_start, whole.sharding.addressable_devices_indices_map(whole.shape).values()))
-    return [first[start] == jax.process_index() for start in own]
-
-
-def _start(index: Any) -> tuple[int, ...]:
-    return tuple(part.start or 0 for part in index or ())
-
-
-def _manual(f: Any, mesh: Mesh, in_specs: Any, out_specs: Any) -> Any:
-    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -28,7 +28,7 @@ from jzero.host_grads import norm
 from jzero.host_params import HOST
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
-from jzero.offload.pieces import piece_shape
+from jzero.offload.piece import Piece
 from jzero.step import (
     Factors,
     Found,
@@ -183,13 +183,13 @@ def publish_step(gradients: Gradients, mesh: Mesh, shards: list[Any], whole: lis
 def update_arguments(groups: InGroups, group: tuple[Cut, ...]) -> tuple[Any, ...]:
     """Abstract arguments of `update_program`, for a group."""
     rest = NamedSharding(groups.mesh, P())
-    whole = [groups.param(cut.path) for cut in group]
-    old = [_piece(x, cut) if groups.layouts[cut.path].in_files else x for x, cut in zip(whole, group, strict=True)]
-    places = [groups.sharding(cut.path) for cut in group]
-    each = zip(whole, places, group, strict=True)
-    grads = [jax.ShapeDtypeStruct(piece_shape(_like(x, at), cut), jnp.float32, sharding=at) for x, at, cut in each]
     leaves, flat = jax.tree.leaves(groups.opt_state), iter(groups.cuts(group))
-    state = [[_piece(leaves[i], own) for i, own in (next(flat) for _ in groups.numbers(cut.path))] for cut in group]
+    of_state = [[next(flat) for _ in groups.numbers(cut.path)] for cut in group]
+    state = [[Piece(leaves[i], cut).abstract for i, cut in own] for own in of_state]
+    pieces = [groups.piece(cut) for cut in group]
+    grads = [jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.whole.sharding) for x in pieces]
+    alone = [groups.layouts[cut.path].in_files for cut in group]
+    old = [x.abstract if piece else groups.param(x.cut.path) for x, piece in zip(pieces, alone, strict=True)]
     starts = [jax.ShapeDtypeStruct((len(cut.start),), jnp.int32) for cut in group]
     loss = jax.ShapeDtypeStruct((), jnp.float32, sharding=rest)
     finite = jax.ShapeDtypeStruct((), jnp.bool, sharding=rest)
@@ -254,7 +254,7 @@ def publish_program(
 ) -> tuple[Any, tuple[Any, ...]]:
     """The jitted `publish_step` and its abstract arguments."""
     whole = [groups.params[path] for path in groups.published]
-    shards = [_like(x, groups.sharding(path)) for x, path in zip(whole, groups.published, strict=True)]
+    shards = [groups.on_device(path) for path in groups.published]
     rest = [x.sharding for x in whole]
     program = jax.jit(
         functools.partial(publish_step, gradients, groups.mesh),
@@ -271,11 +271,3 @@ def name_of(kind: Kind) -> str:
     """A kind of group in words: its first parameter and the piece of that."""
     (path, shape), *more = kind
     return f"{path_name(path)} {'x'.join(map(str, shape))}" + (f" and {len(more)} more" if more else "")
-
-
-def _piece(leaf: Any, cut: Cut) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(piece_shape(leaf, cut), leaf.dtype, sharding=leaf.sharding)
-
-
-def _like(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -22,7 +22,8 @@ from jzero.offload.in_groups import InGroups
 from jzero.offload.on_cpu import UpdatedOnCpu, from_chunks, to_chunks
 from jzero.offload.on_device import UpdatedOnDevice
 from jzero.offload.param_files import ParamFiles
-from jzero.offload.pieces import AbstractPieces, regions
+from jzero.offload.piece import Piece
+from jzero.offload.pieces import AbstractPieces
 from jzero.offload.programs import (
     Kind,
     accumulated_gradients,
@@ -129,7 +130,7 @@ def _tiers(offload: Offload, groups: InGroups, cuts: Sequence[tuple[Cut, ...]]) 
     stays = [total <= offload.host_bytes for total in filled]
     leaves = jax.tree.leaves(groups.opt_state)
     places = {
-        k: [Place(leaves[i], cut, _blocks(k, i, leaves[i], cut)) for i, cut in groups.cuts(own)]
+        k: [_place(k, i, Piece(leaves[i], cut)) for i, cut in groups.cuts(own)]
         for k, own in enumerate(cuts)
         if not stays[k]
     }
@@ -147,12 +148,12 @@ def _ways(offload: Offload) -> tuple[Any, Any]:
     return (to_chunks, from_chunks) if offload.update == "cpu" else (to_device, from_device)
 
 
-def _in_chunks(whole: Any, piece: Cut, shards: Sequence[np.ndarray]) -> Any:
-    return to_chunks(Place(whole, piece, ()), shards, Copies())
+def _in_chunks(piece: Piece, shards: Sequence[np.ndarray]) -> Any:
+    return to_chunks(piece, shards, Copies())
 
 
-def _on_device(whole: Any, piece: Cut, shards: Sequence[np.ndarray]) -> Any:
-    return jax.block_until_ready(to_device(Place(whole, piece, ()), shards, Copies()))
+def _on_device(piece: Piece, shards: Sequence[np.ndarray]) -> Any:
+    return jax.block_until_ready(to_device(piece, shards, Copies()))
 
 
 def _at_rest(in_groups: InGroups, groups: Sequence[Group]) -> Any:
@@ -161,14 +162,14 @@ def _at_rest(in_groups: InGroups, groups: Sequence[Group]) -> Any:
     found: dict[int, list[tuple[Cut, Any]]] = {}
     for k, group in enumerate(groups):
         for number, (i, cut) in enumerate(in_groups.cuts(group.cuts)):
-            found.setdefault(i, []).append((cut, functools.partial(group.tier.fill, k, number, cut, leaves[i])))
+            found.setdefault(i, []).append((cut, functools.partial(group.tier.fill, k, number, Piece(leaves[i], cut))))
     rest = [AbstractPieces(x, *zip(*found[i], strict=True)) if i in found else x for i, x in enumerate(leaves)]
     return treedef.unflatten(rest)
 
 
-def _blocks(group: int, leaf: int, whole: Any, cut: Cut) -> tuple[str, ...]:
-    """Names of the blocks of a piece, one for each shard of this process."""
-    return tuple(f"group {group} leaf {leaf} shard {number}" for number, _ in enumerate(regions(whole, cut)))
+def _place(group: int, leaf: int, piece: Piece) -> Place:
+    """A piece in blocks, one for each shard."""
+    return Place(piece, tuple(f"group {group} leaf {leaf} shard {number}" for number, _ in enumerate(piece.regions)))
 
 
 def _close(groups: Sequence[Group], files: ParamFiles) -> None:

@@ -14,8 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jzero.host_params import HOST
-from jzero.offload.groups import Cut
-from jzero.offload.pieces import piece_shape, regions
+from jzero.offload.piece import Piece
 
 Arrived = Callable[[], list[Any]]
 Left = Callable[[], None]
@@ -34,18 +33,17 @@ class Tier(Protocol):
         """Begins to bring what the update returned to rest."""
         ...
 
-    def fill(self, group: int, number: int, piece: Cut, whole: Any, shards: Sequence[np.ndarray]) -> Any:
+    def fill(self, group: int, number: int, piece: Piece, shards: Sequence[np.ndarray]) -> Any:
         """A piece at rest, from a checkpoint.
 
         Args:
             group, number: which piece of which group.
-            piece: of the array `whole`, abstract.
-            shards: of this process, each once, in the order of `pieces.regions`.
+            shards: of the piece, on the host.
         """
         ...
 
 
-Make = Callable[[Any, Cut, Sequence[np.ndarray]], Any]  # (whole array, piece, shards) -> the piece
+Make = Callable[[Piece, Sequence[np.ndarray]], Any]  # (which piece, its shards) -> the piece
 
 
 class Stays:
@@ -67,9 +65,9 @@ class Stays:
         """The arrays themselves."""
         return list(arrays), lambda: None
 
-    def fill(self, group: int, number: int, piece: Cut, whole: Any, shards: Sequence[np.ndarray]) -> Any:  # noqa: ARG002
+    def fill(self, group: int, number: int, piece: Piece, shards: Sequence[np.ndarray]) -> Any:  # noqa: ARG002
         """As it is made for the update."""
-        return self._make(whole, piece, shards)
+        return self._make(piece, shards)
 
 
 class InHostMemory:
@@ -91,20 +89,18 @@ class InHostMemory:
 
         return parts, wait
 
-    def fill(self, group: int, number: int, piece: Cut, whole: Any, shards: Sequence[np.ndarray]) -> Any:  # noqa: ARG002
+    def fill(self, group: int, number: int, piece: Piece, shards: Sequence[np.ndarray]) -> Any:  # noqa: ARG002
         """From host memory to host memory."""
-        return to_host(whole, piece, shards)
+        return to_host(piece, shards)
 
 
-def to_host(whole: Any, piece: Cut, shards: Sequence[np.ndarray]) -> jax.Array:
+def to_host(piece: Piece, shards: Sequence[np.ndarray]) -> jax.Array:
     """A piece in pinned host memory, from its shards."""
-    arrays = [
-        jax.device_put(shard, SingleDeviceSharding(device, memory_kind=HOST))
-        for shard, (_, devices) in zip(shards, regions(whole, piece), strict=True)
-        for device in devices
-    ]
-    sharding = of_kind(whole.sharding, HOST)
-    return jax.make_array_from_single_device_arrays(piece_shape(whole, piece), sharding, arrays)
+
+    def put(shard: np.ndarray, device: Any) -> jax.Array:
+        return jax.device_put(shard, SingleDeviceSharding(device, memory_kind=HOST))
+
+    return piece.from_shards(shards, put, of_kind(piece.whole.sharding, HOST))
 
 
 def of_kind(sharding: Any, memory_kind: str) -> NamedSharding:
