@@ -21,8 +21,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jzero import collectives
-from jzero.host_grads import added, zeroed
-from jzero.host_params import HOST, in_its_memory
+from jzero.host_params import HOST
+from jzero.layerwise import added, in_its_memory, zeroed
 from jzero.mesh import DATA_AXES, data_size
 from jzero.probe import LossFn, Values, hoisted, probe, sums_of
 from jzero.template import Template

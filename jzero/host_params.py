@@ -17,10 +17,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-import jax
-from jax.sharding import PartitionSpec as P
-
-from jzero.collectives import Fetch, Store, Then, over_tp
+from jzero.collectives import Fetch, Then
 from jzero.placement import MIN_PARAM_BYTES
 from jzero.zero import Layout, Leaf, Path, ShardingError, Zero
 
@@ -71,18 +68,6 @@ def chosen(place: str, leaves: Iterable[Leaf], zero: Zero, at_least_bytes: int) 
 def resting_on_host(layout: Layout) -> Layout:
     """The same specs, at rest in host memory."""
     return replace(layout, memory=HOST, use_forward=Then(Fetch(), layout.use_forward))
-
-
-def in_its_memory(x: jax.Array, memory: str | None, tp_spec: P) -> jax.Array:
-    """`x` in the memory that it rests in, as a program of absent devices sees it.
-
-    Their arrays come to a program as if all were on the device, since only a device that is here names its memories.
-    Inside of the program there are both, and from here on it is the program of devices that have a host.  Of devices
-    that are here nothing is to be done.
-    """
-    if memory is None or jax.typeof(x).memory_space == jax.memory.Space.Host:
-        return x
-    return over_tp(Store(), tp_spec)(x)
 
 
 def layer_bytes(leaf: Leaf) -> int:

@@ -49,7 +49,7 @@ ROWS = [
         "block_files",
     },
     {"zero", "writer", "traced", "rates", "saved", "hlo_host"},
-    {"use", "simulate", "host_params"},
+    {"use", "simulate", "host_params", "layerwise"},
     {"pullback", "host_grads", "schedule"},
     {"prefetch"},
     {"stack"},

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero.host_grads import arrived
+from jzero.layerwise import arrived
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
 from jzero.step import Factors

@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 from jzero.collectives import Fetch, Store
 from jzero.gradients import Gradients
-from jzero.host_grads import norm
 from jzero.host_params import HOST
+from jzero.layerwise import norm
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
 from jzero.offload.piece import Piece
