@@ -28,8 +28,8 @@ from jzero.host_params import on_host
 from jzero.look import Seen, look
 from jzero.mesh import TP, as_mesh, batch_sharding
 from jzero.offload.averages import averages_at_rest
-from jzero.offload.in_files import in_files
-from jzero.offload.param_files import ParamFiles
+from jzero.offload.in_files import read_from_files
+from jzero.offload.param_reads import ParamReads
 from jzero.offload.setup import streamed
 from jzero.optim import with_master
 from jzero.pace import Pace
@@ -99,9 +99,9 @@ def setup(
     layouts, whole = zero_lib.layouts(seen.leaves(), stage, zero, mesh, precision.reduce, precision.grads)
     if offload.params == "host":
         layouts = on_host(layouts, seen.leaves(), zero, offload.min_param_bytes)
-    files = ParamFiles(mesh, {})
+    reads = ParamReads(mesh, {}, {})
     if offload.params == "nvme":
-        layouts, files = in_files(layouts, seen.leaves(), zero, offload.min_param_bytes, seen.params, mesh)
+        layouts, reads = read_from_files(layouts, seen.leaves(), zero, offload.min_param_bytes, seen.params, mesh)
     if offload.grads == "host":
         trained = [leaf for leaf in seen.leaves() if leaf.path in seen.trained()]
         layouts |= grads_on_host(layouts, trained, offload.min_param_bytes)
@@ -129,14 +129,12 @@ def setup(
     with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
         shapes = jax.eval_shape(functools.partial(born, optimizer))
 
-    files.check_average(shapes.opt_state)
-
     specs = _specs(seen, layouts, shapes)
     shardings = _shardings(mesh, specs.state, layouts)
     state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     rows = batch_sharding(mesh)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, device_dtype(x), sharding=rows), batch)
-    make_driver = functools.partial(streamed, offload, files) if offload.in_groups else at_once
+    make_driver = functools.partial(streamed, offload, reads) if offload.in_groups else at_once
     driver = make_driver(optimizer, gradients, limit, state, batch, born, compiler_options)
     evaluate = functools.partial(evaluate_step, gradients, mesh)
     without_optimizer = jax.tree.map(lambda x: x.sharding, driver.entered(dataclasses.replace(state, opt_state=())))

@@ -222,9 +222,8 @@ class Run:
         rest = self.tier_bytes()
         params = sum(rest[name].get("host", 0) for name in ("params", "frozen"))
         groups = self.stream.groups if self.stream else ()
-        return (
-            params + self.host_grads_bytes() + sum(group.device_bytes for group in groups if group.tier.name == "host")
-        )
+        flying = sum(group.device_bytes for group in groups if group.state.tier.name == "host")
+        return params + self.host_grads_bytes() + flying
 
     @property
     def stream(self) -> Stream | None:

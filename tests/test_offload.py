@@ -16,7 +16,8 @@ import jzero
 from jzero.models.decoder import next_token_loss
 from jzero.offload.at_rest import on_device
 from jzero.offload.pieces import Pieces, leaves_of
-from jzero.offload.stream import IN_FLIGHT, Stream
+from jzero.offload.stream import Stream
+from jzero.offload.under_way import IN_FLIGHT
 
 STEPS, ROWS = 20, 16
 MESHES = {"one device": ("dp=1", 1), "dp4 tp2": ("dp=4,tp=2", 8)}

@@ -17,7 +17,7 @@ import jzero
 from jzero import hlo
 from jzero.models.decoder import next_token_loss
 from jzero.offload.at_rest import on_device
-from jzero.offload.param_files import ParamFiles
+from jzero.offload.param_reads import ParamReads
 from jzero.offload.pieces import is_pieces
 from jzero.offload.read_ahead import ReadAhead
 from jzero.zero import ShardingError
@@ -153,11 +153,11 @@ def test_the_device_holds_a_few_layers_whatever_the_models_depth(deep):
 
 def test_host_memory_holds_a_few_layers_whatever_the_models_depth(deep):
     train(deep)
-    files: ParamFiles = deep.stream.files
+    reads: ParamReads = deep.stream.reads
     params: dict[Any, Any] = flatten_dict(deep.abstract_state.params)
     each = [x.size * x.dtype.itemsize // (LAYERS if path[0] == "layers" else 1) for path, x in params.items()]
     # In shards: what is read ahead, as much again that a program has not let go of, and one that it waits for.
-    assert files.buffer_bytes <= 5 * sum(each) < 0.5 * deep.tier_bytes()["params"]["nvme"] * 8
+    assert reads.buffer_bytes <= 5 * sum(each) < 0.5 * deep.tier_bytes()["params"]["nvme"] * 8
 
 
 # ---- what cannot be -------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_a_layer_that_one_device_cannot_read_ends_the_run_and_changes_nothing(tm
     run = setup("dp4 tp2", 3, optimizer="host", params="nvme", dir=(str(tmp_path),))
     state, _ = run.step(run.init(), DATA[0])
     fault, take = jzero.TierError("a bad sector"), ReadAhead.take
-    broken = run.stream.files._readers[5]
+    broken = run.stream.reads._readers[5]
 
     def failing(self: Any, key: Any) -> Any:
         if self is broken:

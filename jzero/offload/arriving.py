@@ -23,33 +23,33 @@ from jzero.zero import Path
 Arrive = Callable[[Mapping[Path, Any], Factors], list[jax.Array]]
 
 
-def arrival(groups: InGroups, group: Sequence[Cut]) -> Arrive:
+def arrival(in_groups: InGroups, group: Sequence[Cut]) -> Arrive:
     """(accumulated gradients, what finishes them) -> those of the group's pieces, on the device.
 
     A piece is float32, of the mean loss, clipped.  Nothing is donated: of what rests on the host, the next step
     accumulates in the same memory.
     """
-    program, starts = _program(groups, group), [cut.at for cut in group]
+    program, starts = _program(in_groups, group), [cut.at for cut in group]
     return lambda grads, factors: program([grads[cut.path] for cut in group], starts, factors)
 
 
 def arrival_program(
-    groups: InGroups, group: Sequence[Cut], accumulated: Mapping[Path, Any]
+    in_groups: InGroups, group: Sequence[Cut], accumulated: Mapping[Path, Any]
 ) -> tuple[Any, tuple[Any, ...]]:
     """The jitted program of `arrival` for a group and those like it, and its abstract arguments.
 
     Args:
         accumulated: gradients, abstract.
     """
-    scalar: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(groups.mesh, P()))
+    scalar: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(in_groups.mesh, P()))
     starts = [jax.ShapeDtypeStruct((len(cut.start),), jnp.int32) for cut in group]
-    return _program(groups, group), ([accumulated[cut.path] for cut in group], starts, Factors(scalar, scalar))
+    return _program(in_groups, group), ([accumulated[cut.path] for cut in group], starts, Factors(scalar, scalar))
 
 
-def _program(groups: InGroups, group: Sequence[Cut]) -> Any:
-    layouts = [groups.layouts[cut.path] for cut in group]
+def _program(in_groups: InGroups, group: Sequence[Cut]) -> Any:
+    layouts = [in_groups.layouts[cut.path] for cut in group]
     places = tuple((to.opt_state, to.grads_memory) for to in layouts)
-    return _jitted(groups.mesh, places, tuple(cut.shape for cut in group))
+    return _jitted(in_groups.mesh, places, tuple(cut.shape for cut in group))
 
 
 @functools.lru_cache(maxsize=256)

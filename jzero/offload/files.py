@@ -17,41 +17,10 @@ import numpy as np
 from jzero.block_files import BlockFiles, TierError, aligned
 from jzero.offload.copies import Copies
 from jzero.offload.piece import Piece
+from jzero.offload.place import Place
 from jzero.offload.tiers import Arrived, Left
 
-__all__ = ["InFiles", "Place", "Stored", "TierError", "from_device", "to_device"]
-
-
-@dataclass(frozen=True)
-class Place:
-    """The blocks of one piece.
-
-    Attributes:
-        piece: which one.
-        blocks: names, of each of its shards one after the other.
-        per_shard: how many equal blocks a shard is in, one after the other.
-    """
-
-    piece: Piece
-    blocks: tuple[str, ...]
-    per_shard: int = 1
-
-    @property
-    def shards(self) -> int:
-        """How many there are."""
-        return len(self.blocks) // self.per_shard
-
-    @property
-    def block_bytes(self) -> int:
-        """Of one block."""
-        return self.piece.shard_bytes // self.per_shard
-
-    def each(self, shards: Sequence[np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-        """(name, bytes) of each block, of shards in memory, contiguous."""
-        names = iter(self.blocks)
-        for shard in shards:
-            parts = shard.reshape(-1).view(np.uint8).reshape(self.per_shard, self.block_bytes)
-            yield from ((next(names), part) for part in parts)
+__all__ = ["InFiles", "Stored", "TierError", "from_device", "to_device"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +62,7 @@ class InFiles:
         groups: Mapping[int, Sequence[Place]],
         arrive: Callable[[Piece, Sequence[np.ndarray], Copies], Any],
         leave: Callable[[Piece, Any], Sequence[np.ndarray]],
+        before_write: Callable[[], None] = lambda: None,
     ) -> None:
         """Makes no file yet: that is for the first state.
 
@@ -103,9 +73,10 @@ class InFiles:
             arrive: (piece, shards as they were read, flat bytes) -> what the update takes, with memory of its
                 own from the third argument.
             leave: (piece, what the update returned) -> shards, once they are computed.
+            before_write: called before a piece is written, when what it is made of is computed.
         """
         self._directories, self._owner, self._groups = tuple(directories), owner, dict(groups)
-        self._arrive, self._leave = arrive, leave
+        self._arrive, self._leave, self._before_write = arrive, leave, before_write
         self._versions: dict[tuple[str, ...], int] = {}
         self._files: BlockFiles | None = None
         self._lock = threading.Lock()
@@ -116,7 +87,13 @@ class InFiles:
     @property
     def nbytes(self) -> int:
         """Of all blocks of this process."""
-        return sum(size for sizes in self._groups.values() for place in sizes for size in _sizes(place).values())
+        return sum(self._sizes.values())
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """Bytes of each block, by name."""
+        places = [place for group in self._groups.values() for place in group]
+        return {name: place.block_bytes for place in places for name in place.blocks}
 
     def fetch(self, group: int, parts: Sequence[Any]) -> Arrived:
         """Begins to read; the returned function waits, and gives what the update takes.
@@ -161,6 +138,7 @@ class InFiles:
             TierError: as the files say.
         """
         place, files = self._groups[group][number], self._opened()
+        self._before_write()
         with self._lock:
             version = self._next_version(place)
         whole_blocks = [np.ascontiguousarray(shard) for shard in shards]
@@ -216,32 +194,26 @@ class InFiles:
 
     def _write(self, group: int, arrays: list[Any]) -> None:
         """From the memory of the arrays, when they are computed: they are kept until it is on disk."""
-        blocks = (
-            block
-            for place, array in zip(self._groups[group], arrays, strict=True)
-            for block in place.each([np.ascontiguousarray(shard) for shard in self._leave(place.piece, array)])
-        )
-        _write_all(self._opened(), blocks)
+        places = zip(self._groups[group], arrays, strict=True)
+        _write_all(self._opened(), (block for place, array in places for block in self._leaving(place, array)))
         self._copies.give(shard.data for array in jax.tree.leaves(arrays) for shard in array.addressable_shards)
+
+    def _leaving(self, place: Place, array: Any) -> Iterator[tuple[str, np.ndarray]]:
+        """(name, bytes) of the blocks of a piece."""
+        shards = [np.ascontiguousarray(shard) for shard in self._leave(place.piece, array)]
+        self._before_write()
+        return place.each(shards)
 
     def _opened(self) -> BlockFiles:
         with self._lock:
             if self._files is None:
-                blocks: dict[str, int] = {}
-                for places in self._groups.values():
-                    for place in places:
-                        blocks |= _sizes(place)
-                self._files = BlockFiles(self._directories, blocks, self._owner)
+                self._files = BlockFiles(self._directories, self._sizes, self._owner)
             return self._files
 
 
 def _write_all(files: BlockFiles, blocks: Iterable[tuple[str, np.ndarray]]) -> None:
     for done in [files.write(name, data) for name, data in blocks]:
         done.result()
-
-
-def _sizes(place: Place) -> dict[str, int]:
-    return dict.fromkeys(place.blocks, place.block_bytes)
 
 
 def to_device(piece: Piece, shards: Sequence[np.ndarray], copies: Copies) -> jax.Array:

@@ -4,25 +4,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jzero.collectives import Read, Then
 from jzero.host_params import chosen, resting_on_host
-from jzero.offload.param_files import ParamFiles
+from jzero.offload.param_reads import ParamReads
 from jzero.zero import Layout, Leaf, Path, ShardingError, Zero
 
 
-def in_files(
+def read_from_files(
     layouts: Mapping[Path, Layout],
     leaves: Iterable[Leaf],
     zero: Zero,
     at_least_bytes: int,
     params: Mapping[Path, Any],
     mesh: Mesh,
-) -> tuple[dict[Path, Layout], ParamFiles]:
-    """`layouts`, of which the large leaves rest in files and are read where a layer reads them; and those files.
+) -> tuple[dict[Path, Layout], ParamReads]:
+    """`layouts`, of which the large leaves rest in files and are read where a layer reads them; and these reads.
 
     Args:
         leaves: those of `layouts`, trained and frozen.
@@ -35,28 +36,35 @@ def in_files(
             updated in another layout than it rests in, so that all of it would have to be on the device.
     """
     large = {leaf.path: leaf for leaf in chosen("nvme", leaves, zero, at_least_bytes)}
+    _check_updated_where_they_rest(layouts, large)
+    # A device that is not here has no memories, and programs for it no host that they could call.
+    absent = not mesh.devices.flat[0].addressable_memories()
+    moved = {path: resting_on_host(layouts[path]) if absent else layouts[path] for path in large}
+    wholes = {
+        path: jax.ShapeDtypeStruct(params[path].shape, params[path].dtype, sharding=to.at_rest(mesh))
+        for path, to in moved.items()
+    }
+    reads = ParamReads(mesh, wholes, {path: leaf.layer_dims for path, leaf in large.items()}, called=not absent)
+    if not absent:
+        moved = {path: _reading(to, large[path], reads) for path, to in moved.items()}
+    return {**layouts, **{path: replace(to, in_files=True) for path, to in moved.items()}}, reads
+
+
+def _check_updated_where_they_rest(layouts: Mapping[Path, Layout], large: Mapping[Path, Leaf]) -> None:
     for path, leaf in large.items():
         if layouts[path].publish.moves:
             raise ShardingError(
                 f"offload.params nvme: {leaf.name!r} {leaf.shape} is updated in shards and rests whole, which takes "
                 f"all of it on the device; take stage 3 with zero.axes over all data-parallel axes"
             )
-    # A device that is not here has no memories, and programs for it no host that they could call.
-    absent = not mesh.devices.flat[0].addressable_memories()
-    files = ParamFiles(mesh, {path: leaf.layer_dims for path, leaf in large.items()}, called=not absent)
-    if absent:
-        moved = {path: replace(resting_on_host(layouts[path]), in_files=True) for path in large}
-        return {**layouts, **moved}, files
-    moved = {path: _resting(layouts[path], leaf, params[path], mesh, files) for path, leaf in large.items()}
-    return {**layouts, **moved}, files
 
 
-def _resting(layout: Layout, leaf: Leaf, x: Any, mesh: Mesh, files: ParamFiles) -> Layout:
-    """The same specs, at rest in files."""
-    shape = NamedSharding(mesh, layout.params).shard_shape(x.shape)[leaf.layer_dims :]
+def _reading(layout: Layout, leaf: Leaf, reads: ParamReads) -> Layout:
+    """The same specs, with a layer's shard read in front of what brings it into use."""
 
     def read(ticket: Any, device: Any) -> np.ndarray:
-        return files.layer(leaf.path, int(ticket), int(device))
+        return reads.layer(leaf.path, int(ticket), int(device))
 
-    move = Read(read, shape, str(x.dtype), P(*leaf.tp_spec[leaf.layer_dims :]))
-    return replace(layout, in_files=True, use_forward=Then(move, layout.use_forward))
+    dtype, tp_spec = reads.wholes[leaf.path].dtype, P(*leaf.tp_spec[leaf.layer_dims :])
+    move = Read(read, reads.layer_shape(leaf.path), str(dtype), tp_spec)
+    return replace(layout, use_forward=Then(move, layout.use_forward))

@@ -115,10 +115,6 @@ class InGroups:
         """Of a parameter, on the device."""
         return Piece(self.on_device(cut.path), cut)
 
-    def in_files(self, group: tuple[Cut, ...]) -> list[Cut]:
-        """The pieces of a group whose parameters rest in files, piece by piece."""
-        return [cut for cut in group if self.layouts[cut.path].in_files]
-
     @property
     def published(self) -> list[Path]:
         """The parameters that are updated in another layout than they rest in."""

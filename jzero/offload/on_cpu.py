@@ -23,9 +23,9 @@ from jzero.offload.copies import Copies
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
 from jzero.offload.piece import Piece, paste_in
-from jzero.offload.programs import Update
 from jzero.offload.separable import SeparationError
 from jzero.offload.stream import Scalars
+from jzero.offload.updates import Update
 from jzero.zero import Path, path_name
 
 Part = tuple[tuple[jax.Array, ...], ...]  # a piece: of each shard of this process its chunks, flat
@@ -34,7 +34,7 @@ Part = tuple[tuple[jax.Array, ...], ...]  # a piece: of each shard of this proce
 class UpdatedOnCpu:
     """As `stream.Updater` has it."""
 
-    def __init__(self, groups: InGroups, group: Sequence[Cut], programs: dict[Any, Any]) -> None:
+    def __init__(self, in_groups: InGroups, group: Sequence[Cut], programs: dict[Any, Any]) -> None:
         """Of one group.
 
         Args:
@@ -44,13 +44,13 @@ class UpdatedOnCpu:
             SeparationError: the optimizer does not take a parameter of the group element by element.
         """
         for cut in group:
-            if cut.path not in groups.placewise:
+            if cut.path not in in_groups.placewise:
                 raise SeparationError(
                     f"offload.update = cpu: tx does not take parameter {path_name(cut.path)!r} element by element (it "
                     f"works on whole tensors); take offload.update = device, or another optimizer"
                 )
-        self._groups, self._programs, self._copies = groups, programs, Copies()
-        self._pieces = [groups.piece(cut) for cut in group]
+        self._in_groups, self._programs, self._copies = in_groups, programs, Copies()
+        self._pieces = [in_groups.piece(cut) for cut in group]
 
     def bring(self, grads: Sequence[jax.Array], params: Mapping[Path, Any]) -> list[tuple[Any, Any]]:
         """Gradients on their way down, and the parameters that are their own masters."""
@@ -69,8 +69,8 @@ class UpdatedOnCpu:
         given = _on_host(scalars)
         for piece, (grad, old) in zip(self._pieces, brought, strict=True):
             path = piece.cut.path
-            in_files = self._groups.layouts[path].in_files
-            own = [next(flat) for _ in self._groups.numbers(path)]
+            in_files = self._in_groups.layouts[path].in_files
+            own = [next(flat) for _ in self._in_groups.numbers(path)]
             olds = params[path] if in_files else old and to_chunks(piece, _arrived(old), self._copies)
             parts, updated, after = self._piece(piece, own, _arrived(grad), olds, given)
             states += parts
@@ -82,7 +82,7 @@ class UpdatedOnCpu:
     def settle(self, pieces: Sequence[jax.Array]) -> list[Part]:
         """Pieces of the state, from the device into chunks."""
         cuts = [piece.cut for piece in self._pieces]
-        of_state = [Piece(leaf, cut) for cut in cuts for leaf in self._groups.leaves(cut.path)]
+        of_state = [Piece(leaf, cut) for cut in cuts for leaf in self._in_groups.leaves(cut.path)]
         return [
             to_chunks(piece, _arrived(_going_down(piece, x)), self._copies)
             for piece, x in zip(of_state, pieces, strict=True)
@@ -113,7 +113,7 @@ class UpdatedOnCpu:
         """The jitted update of a chunk."""
         if path not in self._programs:
             self._programs[path] = jax.jit(
-                in_blocks(functools.partial(_update, self._groups, path)), donate_argnums=0, keep_unused=True
+                in_blocks(functools.partial(_update, self._in_groups, path)), donate_argnums=0, keep_unused=True
             )
         return self._programs[path]
 
@@ -128,16 +128,16 @@ class UpdatedOnCpu:
 
     def _up(self, x: jax.Array, piece: Piece, part: Part, finite: jax.Array) -> jax.Array:
         """The parameter with its new piece, which is on its way."""
-        new, place = piece.from_shards(from_chunks(piece, part)), self._groups.updating(piece.cut.path)
-        return paste_in(self._groups.mesh, place)(x, new, piece.cut.at, finite)
+        new, place = piece.from_shards(from_chunks(piece, part)), self._in_groups.updating(piece.cut.path)
+        return paste_in(self._in_groups.mesh, place)(x, new, piece.cut.at, finite)
 
 
-def _update(groups: InGroups, path: Path, arrays: Any, grads: Any, scalars: Any) -> Any:
+def _update(in_groups: InGroups, path: Path, arrays: Any, grads: Any, scalars: Any) -> Any:
     """The update of one block: ([state, parameter bits], gradient, scalars) -> the same, new."""
     (own, bits), (shared, loss, finite) = arrays, scalars
-    dtype = groups.params[path].dtype
+    dtype = in_groups.params[path].dtype
     old = lax.bitcast_convert_type(bits, dtype)
-    update = Update(groups, ((path, bits.shape),))
+    update = Update(in_groups, ((path, bits.shape),))
     (new,), (own,), shared, report = update([grads], [old], [own], shared, loss, finite)
     return [own, lax.bitcast_convert_type(new, bits.dtype)], (shared, report)
 

@@ -14,7 +14,7 @@ from jzero.zero import Path
 class UpdatedOnDevice:
     """As `stream.Updater` has it: all is there already, or comes with gradients and state."""
 
-    def __init__(self, groups: InGroups, group: Sequence[Cut], program: Any) -> None:
+    def __init__(self, in_groups: InGroups, group: Sequence[Cut], program: Any) -> None:
         """Of one group.
 
         Args:
@@ -22,7 +22,7 @@ class UpdatedOnDevice:
         """
         self._program, self._paths = program, [cut.path for cut in group]
         self._starts = [cut.at for cut in group]
-        self._counts = [len(groups.numbers(cut.path)) for cut in group]
+        self._counts = [len(in_groups.numbers(cut.path)) for cut in group]
 
     def bring(self, grads: Sequence[jax.Array], params: Mapping[Path, Any]) -> list[jax.Array]:  # noqa: ARG002 (there)
         """The gradients."""

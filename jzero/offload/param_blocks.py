@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from jzero.offload.files import Place
+from jzero.offload.files import InFiles
 from jzero.offload.groups import Cut, boxes
 from jzero.offload.piece import Piece
+from jzero.offload.place import Place
 from jzero.zero import Path, path_name
 
 Stretch = tuple[str, int, int]  # a block, and from which byte of a layer's shard to which it is
@@ -21,14 +23,12 @@ class ParamBlocks:
     """Pieces and layers of some parameters.
 
     Attributes:
-        places: group -> its pieces; those of frozen parameters have numbers after those of all groups.
+        places: the pieces of each group; behind those of all groups those of frozen parameters, one at a time.
         of_layer: (parameter, region, layer) -> what a layer's shard is made of.
-        holders: parameter -> for each region of this process, the devices that hold it.
     """
 
-    places: Mapping[int, list[Place]]
+    places: Sequence[Sequence[Place]]
     of_layer: Mapping[tuple[Path, int, int], list[Stretch]]
-    holders: Mapping[Path, list[list[Any]]]
 
     @staticmethod
     def of(
@@ -45,22 +45,26 @@ class ParamBlocks:
             groups: in which trained parameters are updated.
             piece_bytes: of frozen parameters, about, that are made together.
         """
-        cuts = {k: [cut for cut in group if cut.path in wholes] for k, group in enumerate(groups)}
-        trained = {cut.path for own in cuts.values() for cut in own}
-        frozen = (cut for path, x in wholes.items() if path not in trained for cut in _cuts(path, x, piece_bytes))
-        cuts |= {k: [cut] for k, cut in enumerate(frozen, start=len(groups))}
+        updated = [[cut for cut in group if cut.path in wholes] for group in groups]
+        trained = {cut.path for group in updated for cut in group}
+        frozen = [cut for path, x in wholes.items() if path not in trained for cut in _cuts(path, x, piece_bytes)]
         of_layer: dict[tuple[Path, int, int], list[Stretch]] = {}
-        places: dict[int, list[Place]] = {}
-        for k, own in cuts.items():
-            for cut in own:
-                piece, dims = Piece(wholes[cut.path], cut), layers[cut.path]
-                blocks = list(_blocks(piece, dims))
-                for region, layer, stretch in blocks:
-                    of_layer.setdefault((cut.path, region, layer), []).append(stretch)
-                names = tuple(name for _, _, (name, _, _) in blocks)
-                places.setdefault(k, []).append(Place(piece, names, per_shard=math.prod(cut.shape[:dims])))
-        holders = {path: [devices for _, devices in Piece.all_of(x).regions] for path, x in wholes.items()}
-        return ParamBlocks(places, of_layer, holders)
+
+        def place(cut: Cut) -> Place:
+            dims = layers[cut.path]
+            blocks = list(_blocks(Piece(wholes[cut.path], cut), dims))
+            for region, layer, stretch in blocks:
+                of_layer.setdefault((cut.path, region, layer), []).append(stretch)
+            names = tuple(name for _, _, (name, _, _) in blocks)
+            return Place(Piece(wholes[cut.path], cut), names, per_shard=math.prod(cut.shape[:dims]))
+
+        places = [[place(cut) for cut in group] for group in [*updated, *([cut] for cut in frozen)]]
+        return ParamBlocks(places, of_layer)
+
+    def begin_read(self, files: InFiles, path: Path, region: int, layer: int, out: np.ndarray) -> list[Future[None]]:
+        """Begins to read the shard of a layer that a region of devices holds, as bytes."""
+        stretches = self.of_layer[path, region, layer]
+        return [files.begin_read(name, out[start:stop]) for name, start, stop in stretches]
 
 
 def _blocks(piece: Piece, dims: int) -> Iterator[tuple[int, int, Stretch]]:

@@ -42,7 +42,7 @@ def moments(run: jzero.Run, stream: Stream, programs: Programs) -> Iterator[Mome
     more = {name: _more(program) for name, program in programs.compiled.items()}
     always = tiers_of(run)["device"] + sum(map(shard_bytes, jax.tree.leaves(run.abstract_batch)))
     yield Moment("gradients", always, 0, more["gradients"])
-    own, groups = stream.optimizer, stream.groups
+    own, groups = stream.in_groups, stream.groups
     here = own.layouts.keys() - run.grads_on_host()
     grads = {path: shard_bytes(own.param(path), own.sharding(path), jnp.dtype("float32")) for path in here}
     shards = sum(shard_bytes(own.param(path), own.sharding(path)) for path in own.published)
@@ -70,10 +70,10 @@ def _arrived_bytes(stream: Stream, group: Group) -> int:
     host a copy of parameters that have no master.
     """
     grads = sum(4 * math.prod(cut.shape) for cut in group.cuts)
-    wide = [cut for cut in group.cuts if stream.optimizer.params[cut.path].dtype.itemsize >= 4]
+    wide = [cut for cut in group.cuts if stream.in_groups.params[cut.path].dtype.itemsize >= 4]
     return grads + on_cpu(group) * sum(4 * math.prod(cut.shape) for cut in wide)
 
 
 def _elements_bytes(stream: Stream, group: Group) -> int:
     """Of a group's pieces of the parameters."""
-    return sum(math.prod(cut.shape) * stream.optimizer.params[cut.path].dtype.itemsize for cut in group.cuts)
+    return sum(math.prod(cut.shape) * stream.in_groups.params[cut.path].dtype.itemsize for cut in group.cuts)

@@ -100,8 +100,8 @@ def _together(classes: Sequence[Moved]) -> list[Moved]:
 def _state(run: jzero.Run) -> list[Moved]:
     """Groups that come to the device, groups in files, and what the host's update takes and gives."""
     groups = run.stream.groups if run.stream else ()
-    flying = sum(group.nbytes for group in groups if group.tier.name != "device" and not on_cpu(group))
-    files = sum(group.nbytes for group in groups if group.tier.name == "nvme")
+    flying = sum(group.nbytes for group in groups if group.state.tier.name != "device" and not on_cpu(group))
+    files = sum(group.nbytes for group in groups if group.state.tier.name == "nvme")
     grads = sum(4 * math.prod(cut.shape) for cut in _cuts_on_cpu(run))
     given: dict[Any, Any] = flatten_dict(run.abstract_state.params)
     in_files = run.params_in_files()  # read and written where they are updated
@@ -133,7 +133,7 @@ def _params(run: jzero.Run) -> list[Moved]:
     elsewhere = files | run.params_on_host()
     each = {path: shard_bytes(x) for path, x in {**trained, **frozen}.items() if path in elsewhere}
     passes = {path: (2 if path in stacked or not stacked else 1) * run.micro_batches * each[path] for path in each}
-    updated = {path: shard_bytes(run.stream.optimizer.param(path)) for path in each.keys() & trained.keys()}
+    updated = {path: shard_bytes(run.stream.in_groups.param(path)) for path in each.keys() & trained.keys()}
     # What the host updates in files does not come up for it.
     up = updated.keys() - {cut.path for cut in _cuts_on_cpu(run) if cut.path in files}
     read = sum(passes[path] for path in passes.keys() & files)
@@ -153,7 +153,7 @@ def _grads(run: jzero.Run) -> list[Moved]:
     """
     if run.stream is None:
         return []
-    own, parts = run.stream.optimizer, run.micro_batches
+    own, parts = run.stream.in_groups, run.micro_batches
     sizes = {path: shard_bytes(own.param(path), own.sharding(path), run.grads_dtype) for path in run.grads_on_host()}
     one, stacks = sum(sizes.values()), sum(sizes[path] for path in sizes.keys() & run.stacked())
     sums = (parts * (one + stacks) + one, (parts + 1) * one) if parts > 1 else (stacks, 0)  # a sum begins as zeros

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import jax
 
 import jzero
-from jzero.offload.programs import kind_of, name_of
 from jzero.offload.stream import Group, Stream
+from jzero.offload.updates import kind_of, name_of
 
 _PASSES = ("step", "gradients")  # the one that has the passes
 
@@ -70,4 +70,4 @@ def on_cpu(group: Group) -> bool:
 def state_in_flight(stream: Stream, k: int) -> int:
     """Bytes of state that are on the device for the update of group `k`: it, the one before and the next."""
     near = stream.groups[max(0, k - 1) : k + 2]
-    return sum(group.device_bytes for group in near if group.tier.name != "device")
+    return sum(group.device_bytes for group in near if group.state.tier.name != "device")

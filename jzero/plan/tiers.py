@@ -35,10 +35,10 @@ def elsewhere_of(run: jzero.Run) -> dict[str, dict[str, int]]:
         return found
     classes = [class_of(path) for path, _ in jax.tree.leaves_with_path(run.abstract_state.opt_state)]
     leaves = jax.tree.leaves(run.abstract_state.opt_state)
-    for group in (group for group in run.stream.groups if group.tier.name != "device"):
-        for i, cut in run.stream.optimizer.cuts(group.cuts):
+    for group in (group for group in run.stream.groups if group.state.tier.name != "device"):
+        for i, cut in run.stream.in_groups.cuts(group.cuts):
             tiers, nbytes = found.setdefault(classes[i], {}), math.prod(cut.shape) * leaves[i].dtype.itemsize
-            tiers[group.tier.name] = tiers.get(group.tier.name, 0) + nbytes
+            tiers[group.state.tier.name] = tiers.get(group.state.tier.name, 0) + nbytes
     return found
 
 
