@@ -20,8 +20,9 @@ from jzero.optim import averaged
 from jzero.placement import Offload
 from jzero.precision import Precision
 from jzero.reads import UnsupportedModelError
-from jzero.run import Run, Specs
+from jzero.run import Run
 from jzero.schedules import make_schedule
+from jzero.specs import Specs
 from jzero.stack import scan_layers
 from jzero.step import TrainState
 from jzero.stored import CheckpointError, MismatchError

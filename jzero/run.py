@@ -18,18 +18,9 @@ from jzero.offload.files import Stored
 from jzero.offload.stream import Stream
 from jzero.optim import average_of
 from jzero.pace import Pace
+from jzero.specs import Specs
 from jzero.step import Metrics, TrainState
 from jzero.zero import Path, Whole, shard_bytes
-
-
-@dataclass(frozen=True)
-class Specs:
-    """PartitionSpec trees, the whole truth about a run; `state` is all of it in the shape of the train state."""
-
-    params: Any
-    grads: Any
-    opt_state: Any
-    state: TrainState
 
 
 @dataclass(frozen=True, repr=False)

@@ -57,7 +57,7 @@ ROWS = [
     {"probe", "config", "chains"},
     {"gradients"},
     {"step", "look"},
-    {"driver"},
+    {"driver", "specs"},
     {"offload"},
     {"run", "hf", "stored", "piecewise"},
     {"reader"},
