@@ -2,11 +2,9 @@
 
 import functools
 import itertools
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import one_device as single
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
@@ -14,6 +12,8 @@ from jax.extend.core import Jaxpr
 from jax.sharding import PartitionSpec as P
 from test_host_params import LoopOfLayers, log_loss
 from tiny_decoder import batches, decoder
+from trained import Trained, assert_same_bits, devices
+from trained import train as train_run
 
 import jzero
 from jzero.collectives import Fetch, Store, Then
@@ -29,25 +29,11 @@ GROUP = 60_000  # bytes: less than the state of one kernel on one device, so tha
 LARGE = 1_000  # bytes of a layer: kernels and tables, but not the scales of norms
 
 
-class Trained(NamedTuple):
-    """What a training left behind, and the run."""
-
-    losses: list[float]
-    norms: list[float]
-    params: dict[Any, np.ndarray]
-    run: jzero.Run
-
-
 @functools.cache
 def train(mesh, stage, micro_batches=1, ahead=0, model="decoder", precision=None, **offload) -> Trained:
     """A training with weight decay and a clip that bites."""
     run = made(mesh, stage, micro_batches, ahead, model, precision, **offload)
-    state, seen = run.init(), []
-    for batch in batches(STEPS, 8 * micro_batches):
-        state, metrics = run.step(state, run.put(batch))
-        seen.append(metrics)
-    losses, norms = ([float(m[name]) for m in seen] for name in ("loss", "grad_norm"))
-    return Trained(losses, norms, single.arrays(state.params), run)
+    return train_run(run, batches(STEPS, 8 * micro_batches))
 
 
 def made(mesh, stage, micro_batches=1, ahead=0, model="decoder", precision=None, **offload) -> jzero.Run:
@@ -59,7 +45,7 @@ def made(mesh, stage, micro_batches=1, ahead=0, model="decoder", precision=None,
         model_fn,
         loss_fn,
         optax.adamw(1e-2, weight_decay=0.1),
-        jzero.make_mesh(mesh, jax.devices()[:1] if mesh == "dp=1" else jax.devices()),
+        jzero.make_mesh(mesh, devices(mesh)),
         data,
         stage=stage,
         micro_batches=micro_batches,
@@ -67,12 +53,6 @@ def made(mesh, stage, micro_batches=1, ahead=0, model="decoder", precision=None,
         precision=precision or jzero.Precision(),
         offload=jzero.Offload(**{"group_size": GROUP, "min_param_bytes": LARGE} | offload),
     )
-
-
-def assert_same(one: Trained, other: Trained):
-    assert (one.losses, one.norms) == (other.losses, other.norms)
-    for path, x in one.params.items():
-        np.testing.assert_array_equal(x, other.params[path], err_msg=str(path))
 
 
 # ---- equal ----------------------------------------------------------------------------------------------------------
@@ -91,7 +71,7 @@ MARKS = {cell: [slow, ONE_BIT_AWAY] if cell[0][0] == "dp=1" and cell[1] > 1 else
 )
 def test_training_is_that_of_gradients_on_the_device_bit_for_bit(where, micro_batches, ahead):
     hosted = train(*where, micro_batches, ahead, optimizer="device", grads="host")
-    assert_same(hosted, train(*where, micro_batches, ahead, optimizer="device"))
+    assert_same_bits(hosted, train(*where, micro_batches, ahead, optimizer="device"))
     assert max(hosted.norms) > 0.5
 
 
@@ -99,7 +79,7 @@ def test_training_is_that_of_gradients_on_the_device_bit_for_bit(where, micro_ba
 def test_layers_in_a_python_loop_and_a_table_that_is_read_twice_are_equal_too(mesh, stage):
     offload = {"optimizer": "device", "min_param_bytes": 0 if mesh == "dp=1" else LARGE}
     hosted = train(mesh, stage, model="loop", grads="host", **offload)
-    assert_same(hosted, train(mesh, stage, model="loop", **offload))
+    assert_same_bits(hosted, train(mesh, stage, model="loop", **offload))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +94,7 @@ def test_layers_in_a_python_loop_and_a_table_that_is_read_twice_are_equal_too(me
 )
 def test_whatever_else_rests_on_the_host(offload):
     reference = train("dp=4,tp=2", 3, 4, 1, optimizer="device")
-    assert_same(train("dp=4,tp=2", 3, 4, 1, grads="host", **offload), reference)
+    assert_same_bits(train("dp=4,tp=2", 3, 4, 1, grads="host", **offload), reference)
 
 
 @slow
@@ -123,13 +103,13 @@ def test_the_update_on_the_cpu_takes_the_same_gradients(grads):
     precision = jzero.Precision(grads=grads)
     on_cpu = {"optimizer": "host", "update": "cpu"}
     hosted = train("dp=4,tp=2", 3, 4, 1, precision=precision, grads="host", **on_cpu)
-    assert_same(hosted, train("dp=4,tp=2", 3, 4, 1, precision=precision, **on_cpu))
+    assert_same_bits(hosted, train("dp=4,tp=2", 3, 4, 1, precision=precision, **on_cpu))
 
 
 def test_gradients_accumulated_in_16_bits_are_equal_too():
     precision = jzero.Precision(grads="bfloat16")
     hosted = train("dp=8", 2, 4, 1, precision=precision, optimizer="device", grads="host")
-    assert_same(hosted, train("dp=8", 2, 4, 1, precision=precision, optimizer="device"))
+    assert_same_bits(hosted, train("dp=8", 2, 4, 1, precision=precision, optimizer="device"))
 
 
 def test_training_follows_the_update_at_once():

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,29 +11,20 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict
 from tiny_decoder import batches, decoder
+from trained import Trained, arrays, assert_same_bits, devices
+from trained import train as train_run
 
 import jzero
 from jzero.models.decoder import next_token_loss
 from jzero.offload.at_rest import on_device
 from jzero.offload.pieces import Pieces, leaves_of
-from jzero.offload.stream import Stream
 from jzero.offload.under_way import IN_FLIGHT
 
 STEPS, ROWS = 20, 16
-MESHES = {"one device": ("dp=1", 1), "dp4 tp2": ("dp=4,tp=2", 8)}
+MESHES = {"one device": "dp=1", "dp4 tp2": "dp=4,tp=2"}
 GROUP = 9_000  # bytes: less than some parameters have on one device, so there are pieces, and many groups
 
 pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="the meshes are for 8 devices")
-
-
-class Trained(NamedTuple):
-    """What a training left behind: losses, norms, final parameters, and the run."""
-
-    losses: np.ndarray
-    norms: np.ndarray
-    params: dict[Any, np.ndarray]
-    run: jzero.Run
-    state: jzero.TrainState
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +38,13 @@ def adamw(per_layer: Any) -> optax.GradientTransformation:
 
 def train(data, mesh: str, stage: int, steps: int = STEPS, tx: Any = adamw, **settings: Any) -> Trained:
     """A training with weight decay, clipping and four microbatches."""
-    axes, count = MESHES.get(mesh, (mesh, 8))
+    axes = MESHES[mesh]
     precision = settings.pop("precision", jzero.Precision())
     run = jzero.setup(
         decoder(layers_ahead=1),
         next_token_loss,
         tx,
-        jzero.make_mesh(axes, jax.devices()[:count]),
+        jzero.make_mesh(axes, devices(axes)),
         data[0],
         stage=stage,
         micro_batches=4,
@@ -61,19 +52,7 @@ def train(data, mesh: str, stage: int, steps: int = STEPS, tx: Any = adamw, **se
         precision=precision,
         offload=jzero.Offload(**({"group_size": GROUP} | settings)),
     )
-    state, seen = run.init(), []
-    for batch in data[:steps]:
-        state, metrics = run.step(state, batch)
-        seen.append(metrics)
-    losses, norms = (np.array([float(m[name]) for m in seen]) for name in ("loss", "grad_norm"))
-    return Trained(losses, norms, single.arrays(state.params), run, state)
-
-
-def assert_same_bits(one: Trained, other: Trained) -> None:
-    np.testing.assert_array_equal(one.losses, other.losses)
-    np.testing.assert_array_equal(one.norms, other.norms)
-    for path, x in one.params.items():
-        np.testing.assert_array_equal(x, other.params[path], err_msg=str(path))
+    return train_run(run, data[:steps])
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +151,8 @@ def test_nothing_of_the_state_rests_on_the_device_and_three_groups_at_most_come_
     held = offloaded.run.tier_bytes()["opt_state"]
     assert held["device"] == 12  # three counters
     assert held["host"] == small.run.tier_bytes()["opt_state"]["device"] - 12
-    flow = _stream(offloaded.run).flow
+    assert offloaded.run.stream is not None
+    flow = offloaded.run.stream.flow
     assert flow.groups == IN_FLIGHT == 3
     assert not flow.in_flight
 
@@ -182,7 +162,8 @@ def test_the_state_in_flight_does_not_grow_with_the_model(layers, data):
     run = jzero.setup(
         decoder(layers=layers), next_token_loss, adamw, "dp=8", data[0], offload=jzero.Offload("host", group_size=GROUP)
     )
-    stream = _stream(run)
+    stream = run.stream
+    assert stream is not None
     run.step(run.init(), data[0])
     assert stream.flow.groups <= 3
     assert stream.flow.nbytes <= 3 * GROUP
@@ -201,7 +182,7 @@ def test_a_step_that_is_skipped_leaves_the_state_as_it_was(data):
         assert int(metrics["skipped"]) == 1
         for old, new in zip(before, leaves_of(state.opt_state), strict=True):
             np.testing.assert_array_equal(old, np.asarray(on_device(new)))
-        for path, x in single.arrays(state.params).items():
+        for path, x in arrays(state).items():
             np.testing.assert_array_equal(x, params[path])
 
 
@@ -245,8 +226,3 @@ def test_a_state_whose_files_were_overwritten_is_refused(data, tmp_path):
     after.run.init()
     with pytest.raises(ValueError, match="overwritten by a later step, or by a newer state"):
         after.run.step(after.state, data[0])
-
-
-def _stream(run: jzero.Run) -> Stream:
-    assert isinstance(run._step, Stream)
-    return run._step

@@ -12,19 +12,19 @@ import pytest
 from flax import nnx
 from flax.traverse_util import flatten_dict
 from tiny_decoder import batches, decoder
+from trained import Trained, arrays, assert_same_bits, devices
+from trained import train as train_run
 
 import jzero
 from jzero import hlo
 from jzero.models.decoder import next_token_loss
-from jzero.offload.at_rest import on_device
 from jzero.offload.param_reads import ParamReads
-from jzero.offload.pieces import is_pieces
 from jzero.offload.read_ahead import ReadAhead
 from jzero.zero import ShardingError
 
 STEPS, ROWS, GROUP = 3, 16, 9_000  # bytes: some layers have more of state, some groups are of many layers
 DATA = batches(STEPS, ROWS)
-MESHES = {"one device": ("dp=1", 1), "dp4 tp2": ("dp=4,tp=2", 8)}
+MESHES = {"one device": "dp=1", "dp4 tp2": "dp=4,tp=2"}
 STATE: list[dict[str, Any]] = [{"optimizer": "device"}, {"optimizer": "nvme", "host_bytes": 2 * GROUP}]
 QUICK = {("one device", 2, 0), ("dp4 tp2", 3, 1)}
 CELLS = [
@@ -38,13 +38,13 @@ pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="the meshes are 
 def setup(
     mesh: str, stage: int, layers_ahead: int = 1, *, layers: int = 4, tx: Any = None, **settings: Any
 ) -> jzero.Run:
-    axes, count = MESHES.get(mesh, (mesh, 8))
+    axes = MESHES[mesh]
     options = {key: settings.pop(key) for key in ("trainable", "precision", "zero") if key in settings}
     return jzero.setup(
         decoder(layers=layers, layers_ahead=layers_ahead),
         next_token_loss,
         tx or optax.adamw(1e-2),
-        jzero.make_mesh(axes, jax.devices()[:count]),
+        jzero.make_mesh(axes, devices(axes)),
         DATA[0],
         stage=stage,
         micro_batches=2,
@@ -54,23 +54,9 @@ def setup(
     )
 
 
-def train(run: jzero.Run, steps: int = STEPS) -> tuple[list[float], dict[Any, np.ndarray], jzero.TrainState]:
-    """Losses of steps and of evaluations between them, final parameters, and the state."""
-    state, losses = run.init(), []
-    for number, batch in enumerate(DATA[:steps]):
-        if number == 1:
-            losses.append(float(run.evaluate(state, DATA[0])["loss"]))
-        state, metrics = run.step(state, batch)
-        losses += [float(metrics["loss"]), float(metrics["grad_norm"])]
-    given = flatten_dict(state.params) | flatten_dict(state.frozen)
-    return losses, {path: np.asarray(on_device(x)) for path, x in given.items()}, state
-
-
-def assert_same_bits(trained: Any, reference: Any) -> None:
-    (losses, params, _), (wanted, wanted_params, _) = trained, reference
-    assert losses == wanted
-    for path, x in wanted_params.items():
-        np.testing.assert_array_equal(params[path], x, err_msg=str(path))
+def train(run: jzero.Run, steps: int = STEPS) -> Trained:
+    """A training, with an evaluation after the first step."""
+    return train_run(run, DATA[:steps], evaluate=DATA[:1])
 
 
 @pytest.mark.parametrize(("mesh", "stage", "layers_ahead"), CELLS)
@@ -115,12 +101,12 @@ def test_a_parameter_that_the_optimizer_takes_whole_is_in_files(tmp_path):
 def test_a_step_that_is_skipped_changes_nothing(tmp_path):
     run = setup("dp4 tp2", 3, optimizer="nvme", update="cpu", params="nvme", dir=(str(tmp_path),))
     state = run.init()
-    before = {path: np.asarray(on_device(x)) for path, x in flatten_dict(state.params).items()}
+    before = arrays(state)
     nothing = {**DATA[0], "weights": np.full_like(DATA[0]["weights"], np.nan)}
     state, metrics = run.step(state, nothing)
     assert int(metrics["skipped"]) == 1
-    for path, x in flatten_dict(state.params).items():
-        np.testing.assert_array_equal(np.asarray(on_device(x)), before[path], err_msg=str(path))
+    for path, x in arrays(state).items():
+        np.testing.assert_array_equal(x, before[path], err_msg=str(path))
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -212,19 +198,19 @@ def test_a_layer_that_one_device_cannot_read_ends_the_run_and_changes_nothing(tm
     with pytest.raises(jzero.TierError, match="a bad sector"):
         run.step(state, DATA[1])
     monkeypatch.undo()
-    assert all(np.isfinite(np.asarray(on_device(x))).all() for x in jax.tree.leaves(state.params, is_leaf=is_pieces))
+    assert all(np.isfinite(x).all() for x in arrays(state).values())
 
 
 def test_after_a_step_that_failed_the_run_goes_on_from_a_new_state(tmp_path, monkeypatch):
     run = setup("dp4 tp2", 3, optimizer="nvme", params="nvme", dir=(str(tmp_path),))
-    wanted, _, _ = train(run, 1)
+    wanted = train(run, 1)
     updater = run.stream.groups[3].updater
     with monkeypatch.context() as patch:
         patch.setattr(type(updater), "update", fails_at(updater, type(updater).update))
         with pytest.raises(MemoryError, match="of the test"):
             run.step(run.init(), DATA[0])
     assert not run.stream.flow.in_flight
-    assert train(run, 1)[0] == wanted
+    assert_same_bits(train(run, 1), wanted)
 
 
 def fails_at(updater: Any, update: Any) -> Any:
