@@ -11,7 +11,8 @@ import optax
 import pytest
 from flax import nnx
 from flax.traverse_util import flatten_dict
-from tiny_decoder import batches, decoder
+from tiny_decoder import batches
+from tiny_stack import stack
 from trained import Trained, arrays, assert_same_bits, devices
 from trained import train as train_run
 
@@ -22,7 +23,7 @@ from jzero.offload.param_reads import ParamReads
 from jzero.offload.read_ahead import ReadAhead
 from jzero.zero import ShardingError
 
-STEPS, ROWS, GROUP = 3, 16, 9_000  # bytes: some layers have more of state, some groups are of many layers
+STEPS, ROWS, GROUP = 3, 16, 6_000  # bytes: some layers have more of state, some groups are of many layers
 DATA = batches(STEPS, ROWS)
 MESHES = {"one device": "dp=1", "dp4 tp2": "dp=4,tp=2"}
 STATE: list[dict[str, Any]] = [{"optimizer": "device"}, {"optimizer": "nvme", "host_bytes": 2 * GROUP}]
@@ -41,7 +42,7 @@ def setup(
     axes = MESHES[mesh]
     options = {key: settings.pop(key) for key in ("trainable", "precision", "zero") if key in settings}
     return jzero.setup(
-        decoder(layers=layers, layers_ahead=layers_ahead),
+        stack(layers, layers_ahead),
         next_token_loss,
         tx or optax.adamw(1e-2),
         jzero.make_mesh(axes, devices(axes)),
@@ -83,7 +84,7 @@ def test_updated_on_the_cpu_they_are_as_those_on_the_device_that_are_updated_the
 
 
 def test_frozen_parameters_rest_in_files_too(tmp_path):
-    mlp = nnx.All(nnx.Param, nnx.PathContains("mlp"))
+    mlp = nnx.All(nnx.Param, nnx.PathContains("up"))
     run = setup("dp4 tp2", 3, trainable=mlp, optimizer="host", params="nvme", dir=(str(tmp_path),))
     tiers = run.tier_bytes()
     assert tiers["frozen"]["device"] == tiers["params"]["device"] == 0
@@ -112,7 +113,7 @@ def test_a_step_that_is_skipped_changes_nothing(tmp_path):
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-LAYERS = 16
+LAYERS = 24
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +205,7 @@ def test_a_layer_that_one_device_cannot_read_ends_the_run_and_changes_nothing(tm
 def test_after_a_step_that_failed_the_run_goes_on_from_a_new_state(tmp_path, monkeypatch):
     run = setup("dp4 tp2", 3, optimizer="nvme", params="nvme", dir=(str(tmp_path),))
     wanted = train(run, 1)
-    updater = run.stream.groups[3].updater
+    updater = run.stream.groups[1].updater
     with monkeypatch.context() as patch:
         patch.setattr(type(updater), "update", fails_at(updater, type(updater).update))
         with pytest.raises(MemoryError, match="of the test"):

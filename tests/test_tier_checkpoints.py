@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny_decoder import batches, decoder
+from tiny_stack import stack
 
 import jzero
 from jzero import checksums, piecewise, stored
@@ -69,7 +70,7 @@ def run_of(tmp_path_factory):
         mesh = jzero.make_mesh(axes, jax.devices()[: 1 if axes == "dp=1" else 8])
         tx = optax.adamw(1e-3)
         return jzero.setup(
-            decoder(), next_token_loss, tx, mesh, DATA[0], stage=stage, offload=jzero.Offload(**placement), **options
+            stack(4), next_token_loss, tx, mesh, DATA[0], stage=stage, offload=jzero.Offload(**placement), **options
         )
 
     return of
@@ -169,7 +170,7 @@ def test_a_flipped_bit_of_a_piece_is_found(layout, saved, run_of, tmp_path):
     state = jzero.Checkpoints(saved("none")[0]).restore(run_of("host").abstract_state).state
     with jzero.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state)
-    name = "opt_state/0/mu/layers/mlp/up/kernel"
+    name = "opt_state/0/mu/layers/up"
     flip(tmp_path / "1" / "state", saved("none")[1][name].reshape(-1)[:8].tobytes())
     with pytest.raises(CheckpointError, match=f"'{name}' is not what was saved"):
         jzero.Checkpoints(tmp_path).restore(run.abstract_state)
@@ -255,7 +256,7 @@ def most_held(work: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_an_average_in_pieces_comes_to_rest_as_parameters():
     tx = jzero.averaged(optax.adamw(1e-2), 0.9)
-    run = jzero.setup(decoder(), next_token_loss, tx, "dp=8", DATA[0], offload=jzero.Offload(**HOST))
+    run = jzero.setup(stack(), next_token_loss, tx, "dp=8", DATA[0], offload=jzero.Offload(**HOST))
     state, _ = run.step(run.init(), DATA[0])
     average, found = arrays(state), arrays(run.averaged(state))
     names = [name for name in found if name.startswith("params/")]
