@@ -12,7 +12,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 from tiny_decoder import batches
 from tiny_stack import stack
-from trained import Trained, arrays, assert_same_bits, devices
+from trained import Trained, arrays, assert_same_bits, devices, held, watched
 from trained import train as train_run
 
 import jzero
@@ -158,6 +158,18 @@ def test_nothing_of_the_state_rests_on_the_device_and_three_groups_at_most_come_
     flow = offloaded.run.stream.flow
     assert flow.groups == IN_FLIGHT == 3
     assert not flow.in_flight
+
+
+def test_host_memory_never_holds_the_state_twice(data):
+    run = jzero.setup(
+        stack(), next_token_loss, adamw, "dp=8", data[0], offload=jzero.Offload("host", group_size=GROUP // 2)
+    )
+    state = run.init()
+    before, seen = held("pinned_host"), list[int]()
+    assert before >= run.pinned_bytes() > 0
+    watched(run, lambda: seen.append(held("pinned_host")))(state, run.put(data[0]))
+    assert len(seen) > IN_FLIGHT
+    assert max(seen) <= before
 
 
 @pytest.mark.parametrize("layers", [2, 8])

@@ -9,6 +9,7 @@ import optax
 import pytest
 from tiny_decoder import SEQ, batches
 from tiny_stack import stack
+from trained import held, watched
 
 import jzero
 import jzero.plan
@@ -18,7 +19,6 @@ from jzero.plan import moments
 from jzero.plan.offloading import Moved, Offloading, offloading_of, slowed
 from jzero.plan.programs import programs_of, state_in_flight
 from jzero.targets import COMPILER_OPTIONS
-from jzero.zero import shard_bytes
 
 pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="the meshes are for 8 devices")
 
@@ -52,11 +52,6 @@ def rows():
 def gradients_of(**of):
     """The compiled passes, for absent GPUs."""
     return run_of(absent=True, **of).lower()["gradients"].compile(compiler_options=COMPILER_OPTIONS)
-
-
-def held(memory_kind):
-    """Bytes that all arrays have on one device, in one of its memories."""
-    return sum(shard_bytes(x) for x in jax.live_arrays() if x.sharding.memory_kind == memory_kind)
 
 
 # ---- host memory ----------------------------------------------------------------------------------------------------
@@ -95,30 +90,12 @@ def test_what_lies_on_the_device_at_an_update_is_what_the_plan_says(where):
     assert run.stream is not None
     seen: list[int] = []
     before = held("device")
-    groups = [
-        dataclasses.replace(group, updater=Watching(group.updater, lambda: seen.append(held("device") - before)))
-        for group in run.stream.groups
-    ]
-    dataclasses.replace(run.stream, groups=groups)(run.init(), run.put(rows()))
+    watched(run, lambda: seen.append(held("device") - before))(run.init(), run.put(rows()))
     planned = [x for x in moments.moments(run, run.stream, programs_of(run, None)) if "update" in x.program]
     for k, moment in enumerate(planned):
         leaving = run.stream.groups[k - 1].nbytes if k else 0  # nobody's array any more
         assert seen[k] == pytest.approx(moment.lying_bytes - leaving, abs=SCALARS)
         assert moment.in_flight_bytes == state_in_flight(run.stream, k)
-
-
-class Watching:
-    """Calls back when a group is to be updated."""
-
-    def __init__(self, updater, seen):
-        self.updater, self.seen = updater, seen
-
-    def update(self, *arguments):
-        self.seen()
-        return self.updater.update(*arguments)
-
-    def __getattr__(self, name):
-        return getattr(self.updater, name)
 
 
 @needs_compiler

@@ -1,6 +1,7 @@
 """A training and what it left behind, which proofs of offload compare bit for bit."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ from flax.traverse_util import flatten_dict
 
 import jzero
 from jzero.offload.at_rest import on_device
+from jzero.zero import shard_bytes
 
 
 class Trained(NamedTuple):
@@ -57,3 +59,29 @@ def assert_same_bits(one: Trained, other: Trained) -> None:
 def devices(axes: str) -> list[jax.Device]:
     """One for a mesh of one, else all."""
     return jax.devices()[:1] if axes == "dp=1" else jax.devices()
+
+
+def held(memory_kind: str) -> int:
+    """Bytes that all arrays of this process have on one device, in one of its memories."""
+    return sum(shard_bytes(x) for x in jax.live_arrays() if x.sharding.memory_kind == memory_kind)
+
+
+def watched(run: jzero.Run, seen: Callable[[], object]) -> Callable[[jzero.TrainState, Any], Any]:
+    """The step of a run, which calls back whenever a group is to be updated."""
+    assert run.stream is not None
+    groups = [dataclasses.replace(group, updater=_Watching(group.updater, seen)) for group in run.stream.groups]
+    return dataclasses.replace(run.stream, groups=groups)
+
+
+class _Watching:
+    """An updater that says when it begins."""
+
+    def __init__(self, updater: Any, seen: Callable[[], object]) -> None:
+        self._updater, self._seen = updater, seen
+
+    def update(self, *arguments: Any) -> Any:
+        self._seen()
+        return self._updater.update(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._updater, name)

@@ -76,8 +76,10 @@ class InHostMemory:
     name = "host"
 
     def fetch(self, group: int, parts: Sequence[Any]) -> Arrived:  # noqa: ARG002 (the same for all groups)
-        """Copies to the device."""
+        """Copies to the device; the pieces are used up, else host memory would hold the old and the new state."""
         arrays = [jax.device_put(part, of_kind(part.sharding, "device")) for part in parts]
+        for part in parts:
+            part.delete()  # once it is copied; JAX donates nothing from one kind of memory to another
         return lambda: arrays
 
     def store(self, group: int, arrays: Sequence[Any]) -> tuple[list[Any], Left]:  # noqa: ARG002
