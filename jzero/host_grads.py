@@ -5,7 +5,8 @@ brings them away, one layer's at a time; the slots that they land in, and the su
 that the program is handed and hands back.  Whatever follows reads them as they were written, layer by layer
 (`layerwise.py`) or, in the update, piece by piece: fetch the piece, divide by the weight, clip.  So at most two layers'
 gradients are on the device, whatever the model's size, and the arithmetic is that of gradients on the device, element
-for element.
+for element.  (But for the order of additions of a table's on one device: where neither a store nor a collective stands
+between, XLA makes the sum over microbatches and the scatter of rows into it one.)
 
 A sum over devices that is formed after accumulation (stages 0 and 1, hybrid sharding) needs whole stacks on the
 device, and is refused.  ZeRO-Offload (Ren et al. 2021, section 4) keeps gradients on the host at stages 1 and 2.
