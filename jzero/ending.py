@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import NoReturn
 
 LOST = os.EX_TEMPFAIL  # 75: another process or a device is gone, and another start may well go on
-_LAST_S = 1.0  # the first process leaves so much later: JAX aborts those that find it gone
+_LAST_S = 2.0  # the first process leaves so much later: JAX aborts those that find it gone, on a busy machine too
 _STDERR = 2
 _me: tuple[int, int | None] | None = None  # JAX would start a backend to tell
 
@@ -39,17 +39,14 @@ def named(text: object) -> str:
 
 
 def all_failed(error: object, status: int) -> int:
-    """Says what all processes have to say, and returns the status."""
+    """Says what all processes have to say, and returns the status; if there are several, all leave.
+
+    Threads may wait for what does not come, and JAX's own way out may end a process that has not come as far.
+    """
     if _is_first():
         _print(f"error: {_line(error)}")
-    return status
-
-
-def all_left(error: object, status: int) -> int:
-    """`all_failed`, and all leave: threads may wait for what does not come."""
-    all_failed(error, status)
-    if _me is not None and _is_first():
-        time.sleep(_LAST_S)
+        if _me is not None:
+            time.sleep(_LAST_S)
     return _leaving(status)
 
 

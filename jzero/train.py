@@ -58,7 +58,7 @@ def _status(argv: Sequence[str], stop: Stop) -> int:
         return ending.failed(error, 2 if error.bad_input else ending.LOST)
     except (jzero.CheckpointError, jzero.TierError, OSError) as error:  # OSError: a full disk, data that is gone
         everywhere = isinstance(error, jzero.CheckpointError) and error.everywhere
-        return ending.all_left(error, 1) if everywhere else ending.failed(error, 1)
+        return ending.all_failed(error, 1) if everywhere else ending.failed(error, 1)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         first_line = str(error).partition("\n")[0]
         if distributed.lost_peer(error):
