@@ -114,7 +114,6 @@ def setup(
     run = Run(
         mesh=mesh,
         specs=specs,
-        abstract_state=driver.state,
         whole=whole,
         notes=(
             *notes(seen.found, seen.layers, layouts, gradients.hoisted, regather=zero.regather),
@@ -123,17 +122,10 @@ def setup(
         micro_batches=micro_batches,
         per_layer=per_layer,
         abstract_batch=batch,
-        file_bytes=driver.file_bytes,
         _gradients=gradients,
-        _init=driver.init,
-        _step=driver.step,
-        _programs=driver.programs,
+        _driver=driver,
         _evaluate=_evaluation(gradients, mesh, driver.entered(dataclasses.replace(state, opt_state=())), options),
         _average_at_rest=averages_at_rest(gradients, mesh, dtypes, shardings.params),
-        _elsewhere_bytes=driver.elsewhere_bytes,
-        _entered=driver.entered,
-        _finished=driver.finished,
-        _close=driver.close,
         _pace=Pace(mesh),
     )
     _check_pinned(run)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding
 
+from jzero.driver import Driver
 from jzero.gradients import Gradients, rows_per_device
 from jzero.mesh import batch_sharding, data_size, process_rows
 from jzero.offload.at_rest import on_device
@@ -30,36 +31,25 @@ class Run:
     Attributes:
         mesh: (node, dp, tp).
         specs: of everything at rest.
-        abstract_state: the train state as ShapeDtypeStructs with their shardings; what is to rest in pieces outside of
-            the device knows where (`offload.pieces.AbstractPieces`).
         whole: the parameters that the stage would shard and could not, each with the reason.
         notes: what a user should know of how this model runs.
         micro_batches: forward-backward passes per step.
         per_layer: the trained parameters as layers read them, a nested dict of ShapeDtypeStruct: where layers are
             stacked, one layer's.
         abstract_batch: one batch as ShapeDtypeStructs with their shardings.
-        file_bytes: of the files that this process keeps optimizer state and parameters in.
     """
 
     mesh: Mesh
     specs: Specs
-    abstract_state: TrainState
     whole: tuple[Whole, ...]
     notes: tuple[str, ...]
     micro_batches: int
     per_layer: Any
     abstract_batch: Any
-    file_bytes: int
     _gradients: Gradients
-    _init: Callable[[], TrainState]
-    _step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
-    _programs: Mapping[str, tuple[Any, tuple[Any, ...]]]
+    _driver: Driver
     _evaluate: Any
     _average_at_rest: Any
-    _elsewhere_bytes: Mapping[str, int]
-    _entered: Callable[[TrainState], TrainState]
-    _finished: Callable[[Any], object]
-    _close: Callable[[], None]
     _pace: Pace
 
     def __repr__(self) -> str:
@@ -70,6 +60,17 @@ class Run:
         )
 
     @property
+    def abstract_state(self) -> TrainState:
+        """The train state as ShapeDtypeStructs with their shardings; what is to rest in pieces outside of the device
+        knows where (`offload.pieces.AbstractPieces`)."""
+        return self._driver.state
+
+    @property
+    def file_bytes(self) -> int:
+        """Of the files that this process keeps optimizer state and parameters in."""
+        return self._driver.file_bytes
+
+    @property
     def parameters(self) -> int:
         """How many numbers the parameters are, frozen ones included."""
         state = self.abstract_state
@@ -77,7 +78,7 @@ class Run:
 
     def init(self) -> TrainState:
         """A new train state, every array born in its shards."""
-        return self._init()
+        return self._driver.init()
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One optimizer step; `state` is donated.
@@ -97,7 +98,7 @@ class Run:
         """
         check_alive(state)
         rows_per_device(_whole(batch, self.mesh), self.mesh, self.micro_batches)
-        state, metrics = self._step(state, self._placed(batch))
+        state, metrics = self._driver.step(state, self._placed(batch))
         self._pace.dispatched(metrics)
         return state, metrics
 
@@ -115,10 +116,10 @@ class Run:
         """
         check_alive(state)
         rows = rows_per_device(_whole(batch, self.mesh), self.mesh, 1)
-        given = self._entered(dataclasses.replace(state, opt_state=()))
+        given = self._driver.entered(dataclasses.replace(state, opt_state=()))
         with jax.set_mesh(self.mesh):
             metrics = self._evaluate(given, self._placed(batch), self._evaluation_parts(rows))
-        self._finished(metrics)
+        self._driver.finished(metrics)
         self._pace.dispatched(metrics)
         return metrics
 
@@ -146,7 +147,7 @@ class Run:
         Raises:
             TierError: they cannot be removed.
         """
-        self._close()
+        self._driver.close()
 
     def put(self, batch: Any) -> Any:
         """`batch` on the mesh, its first dim split over the data-parallel devices; does not wait.
@@ -173,7 +174,7 @@ class Run:
     def trace(self) -> dict[str, jax.stages.Traced]:
         """The run's programs as jaxprs, by name; no array is made."""
         with jax.set_mesh(self.mesh):
-            return {name: program.trace(*arguments) for name, (program, arguments) in self._programs.items()}
+            return {name: program.trace(*arguments) for name, (program, arguments) in self._driver.programs.items()}
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         """The run's programs, lowered, by name; no array is made."""
@@ -196,7 +197,7 @@ class Run:
         found = {
             name: self._by_tier(getattr(state, name), getattr(specs, name), of_params.get(name, {})) for name in names
         }
-        elsewhere = dict(self._elsewhere_bytes)
+        elsewhere = dict(self._driver.elsewhere_bytes)
         found["opt_state"] = {"device": found["opt_state"]["device"] - sum(elsewhere.values()), **elsewhere}
         return found
 
@@ -219,7 +220,7 @@ class Run:
     @property
     def stream(self) -> Stream | None:
         """The groups in which the optimizer runs; None where a step is one program."""
-        return self._step if isinstance(self._step, Stream) else None
+        return self._driver.step if isinstance(self._driver.step, Stream) else None
 
     def _by_tier(self, shapes: Any, specs: Any, tiers: Mapping[Path, str]) -> dict[str, int]:
         found = {"device": 0}

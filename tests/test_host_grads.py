@@ -136,12 +136,12 @@ FORMS = [(micro_batches, ahead) for micro_batches in (1, 4) for ahead in (0, 1)]
 @pytest.mark.parametrize(("micro_batches", "ahead"), FORMS)
 def test_gradients_rest_in_pinned_host_memory_that_one_step_hands_to_the_next(micro_batches, ahead):
     run = made("dp=4,tp=2", 3, micro_batches, ahead, grads="host")
-    program, (_, _, memory) = run._programs["gradients"]
+    program, (_, _, memory) = run._driver.programs["gradients"]
     large = [path for path, size in layer_sizes(run).items() if size >= LARGE]
     assert [set(part) for part in memory] == [set(large)] * (2 if micro_batches > 1 else 1)
     assert {x.sharding.memory_kind for part in memory for x in part.values()} == {"pinned_host"}
     with jax.set_mesh(run.mesh):
-        _, found, _, free = program.trace(*run._programs["gradients"][1]).out_info
+        _, found, _, free = program.trace(*run._driver.programs["gradients"][1]).out_info
     kinds = dict(zip(run._gradients.trained_layouts, (x.sharding.memory_kind for x in found.grads), strict=True))
     assert {path for path, kind in kinds.items() if kind == "pinned_host"} == set(large)
     assert len(free) == len(memory) - 1
@@ -162,7 +162,7 @@ def test_stores_are_in_the_backward_loop_a_layer_at_a_time(micro_batches, ahead)
     outer = (micro_batches,) if micro_batches > 1 else ()
     assert found.count((*outer, LAYERS - ahead)) == len(kernels)
     # Beside the loop stand the layers ahead, and what is not stacked: the table, which is added up there too.
-    assert found.count(outer) == ahead * len(kernels) + len(run._programs["gradients"][1][2])
+    assert found.count(outer) == ahead * len(kernels) + len(run._driver.programs["gradients"][1][2])
 
 
 def layer_sizes(run):
@@ -171,7 +171,7 @@ def layer_sizes(run):
 
 
 def gradients_of(run):
-    program, arguments = run._programs["gradients"]
+    program, arguments = run._driver.programs["gradients"]
     with jax.set_mesh(run.mesh):
         return program.trace(*arguments).jaxpr.jaxpr
 

@@ -227,7 +227,7 @@ def test_the_state_is_born_in_its_shards(tx):
     batch = {"tokens": jax.ShapeDtypeStruct((8, SEQ + 1), jnp.int32)}
     run = jzero.setup(decoder(layers=4), next_token_loss, tx, "dp=8", batch, stage=3)
     with jax.set_mesh(run.mesh):
-        memory = hlo.memory(run._init.__wrapped__.lower().compile())
+        memory = hlo.memory(run._driver.init.__wrapped__.lower().compile())
     pointers_bytes = 8 * len(jax.tree.leaves(run.abstract_state))
     assert memory.output_bytes == shards_bytes(run) + pointers_bytes
     assert memory.temp_bytes < 0.5 * Psi(run).sharded
