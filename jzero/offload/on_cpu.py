@@ -21,7 +21,7 @@ from jax import lax
 from jzero.in_blocks import at_once, in_blocks
 from jzero.offload.copies import Copies
 from jzero.offload.groups import Cut
-from jzero.offload.in_groups import InGroups
+from jzero.offload.in_groups import InGroups, block_shape
 from jzero.offload.piece import Piece, paste_in
 from jzero.offload.separable import SeparationError
 from jzero.offload.stream import Scalars
@@ -44,11 +44,7 @@ class UpdatedOnCpu:
             SeparationError: the optimizer does not take a parameter of the group element by element.
         """
         for cut in group:
-            if cut.path not in in_groups.placewise:
-                raise SeparationError(
-                    f"offload.update = cpu: tx does not take parameter {path_name(cut.path)!r} element by element (it "
-                    f"works on whole tensors); take offload.update = device, or another optimizer"
-                )
+            _check(in_groups, cut.path)
         self._in_groups, self._programs, self._copies = in_groups, programs, Copies()
         self._pieces = [in_groups.piece(cut) for cut in group]
 
@@ -132,14 +128,39 @@ class UpdatedOnCpu:
         return paste_in(self._in_groups.mesh, place)(x, new, piece.cut.at, finite)
 
 
+def _check(in_groups: InGroups, path: Path) -> None:
+    if path in in_groups.placewise:
+        return
+    where = f"offload.update = cpu: tx does not take parameter {path_name(path)!r} element by element"
+    why = (
+        "it looks at its shape, such as its size, and the host updates blocks"
+        if path in in_groups.by_shape
+        else "it works on whole tensors"
+    )
+    raise SeparationError(f"{where} ({why}); take offload.update = device, or another optimizer")
+
+
 def _update(in_groups: InGroups, path: Path, arrays: Any, grads: Any, scalars: Any) -> Any:
-    """The update of one block: ([state, parameter bits], gradient, scalars) -> the same, new."""
+    """The update of one flat block: ([state, parameter], gradient, scalars) -> the same, new; narrow floats are bits.
+
+    The optimizer sees it with the rank of the parameter, at which it may look.
+    """
     (own, bits), (shared, loss, finite) = arrays, scalars
-    dtype = in_groups.params[path].dtype
-    old = lax.bitcast_convert_type(bits, dtype)
-    update = Update(in_groups, ((path, bits.shape),))
-    (new,), (own,), shared, report = update([grads], [old], [own], shared, loss, finite)
-    return [own, lax.bitcast_convert_type(new, bits.dtype)], (shared, report)
+    whole = in_groups.params[path]
+    shape = block_shape(bits.size, whole.ndim)
+
+    def typed(x: jax.Array, dtype: Any) -> jax.Array:
+        return (x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)).reshape(shape)
+
+    def flat(x: jax.Array, like: jax.Array) -> jax.Array:
+        return (x if x.dtype == like.dtype else lax.bitcast_convert_type(x, like.dtype)).reshape(like.shape)
+
+    state = [typed(x, leaf.dtype) for x, leaf in zip(own, in_groups.leaves(path), strict=True)]
+    update = Update(in_groups, ((path, shape),))
+    (new,), (after,), shared, report = update(
+        [grads.reshape(shape)], [typed(bits, whole.dtype)], [state], shared, loss, finite
+    )
+    return [[flat(x, like) for x, like in zip(after, own, strict=True)], flat(new, bits)], (shared, report)
 
 
 # ---- between devices and chunks -------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ value in it is followed back to the parameters whose gradient, value or state it
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class Origin:
 SAME = Origin()
 
 # Primitives whose result at a place needs their operands at that place alone.
-_PLACEWISE = frozenset(
+PLACEWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p
     cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma
     log log1p logistic lt max min mul name ne neg nextafter not or pow real reduce_precision rem round rsqrt
@@ -54,30 +54,21 @@ _PLACEWISE = frozenset(
     square stop_gradient sub tan tanh xor""".split()  # noqa: SIM905 (a table)
 )
 # Primitives that spread or reshape a value that is the same everywhere without making it differ.
-_SPREADING = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev"})
+SPREADING = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev"})
 
 
-def placewise(
-    update: Callable[..., Any],
-    grads: Any,
-    opt_state: Any,
-    params: Any,
-    loss: Any,
-    owners: Sequence[Path | None],
-) -> frozenset[Path]:
+def placewise(traced: Jaxpr, opt_state: Any, params: Any, owners: Sequence[Path | None]) -> frozenset[Path]:
     """The parameters that an update takes element by element; it takes each of the others by itself, as a whole.
 
     Args:
-        update: (grads, optimizer state, parameters, loss) -> (parameters, optimizer state), as of `optim.Optimizer`.
-        grads, params: nested dicts of ShapeDtypeStruct.
-        opt_state, loss: ShapeDtypeStructs.
+        traced: (grads, optimizer state, parameters, loss) -> (parameters, optimizer state), as of `optim.Optimizer`.
+        opt_state, params: that it was traced for; params a nested dict.
         owners: of each leaf of the optimizer state the parameter that it is of, None where it is of none.
 
     Raises:
         SeparationError: what becomes of a parameter, or of the state that is of none, is computed from several ones;
             names it and the operation.
     """
-    traced = jax.make_jaxpr(update)(grads, opt_state, params, loss)
     paths = [tuple(k.key for k in path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     of_params = [Origin(frozenset({path})) for path in paths]
     states = jax.tree.leaves(opt_state)
@@ -85,7 +76,7 @@ def placewise(
         Origin(frozenset({owner})) if owner is not None else Origin(placewise=x.size <= 1)
         for owner, x in zip(owners, states, strict=True)
     ]
-    found = _origins(traced.jaxpr, [*of_params, *of_state, *of_params, SAME])
+    found = _origins(traced, [*of_params, *of_state, *of_params, SAME])
     results = list(zip([*paths, *owners], found, strict=True))
     names = [f"parameter {path_name(path)!r}" for path in paths]
     names += [
@@ -118,7 +109,7 @@ def _origins(jaxpr: Jaxpr, inputs: Sequence[Origin]) -> list[Origin]:
     known |= {var: Origin(placewise=_size(var) <= 1) for var in jaxpr.constvars}
 
     def of(atom: Any) -> Origin:
-        return SAME if isinstance(atom, Literal) else known[atom]
+        return Origin(placewise=_size(atom) <= 1) if isinstance(atom, Literal) else known[atom]
 
     for eqn in jaxpr.eqns:
         results = _of_equation(eqn, [of(atom) for atom in eqn.invars])
@@ -130,13 +121,13 @@ def _of_equation(eqn: JaxprEqn, inputs: list[Origin]) -> list[Origin]:
     name = eqn.primitive.name
     if name == "cond":
         return _of_branches(eqn, inputs)
-    inside = _called(eqn)
-    if inside is not None and len(inside.invars) == len(inputs):
-        return _origins(inside, inputs)
+    inside = called(eqn)
+    if inside is not None and len(inside[0].invars) == len(inputs):
+        return _origins(inside[0], inputs)
     if name == "optimization_barrier":  # hands each operand on
         return inputs
     together = _together(inputs, name)
-    keeps = name in _PLACEWISE or (name in _SPREADING and not together.paths)
+    keeps = name in PLACEWISE or (name in SPREADING and not together.paths)
     return [_result(together, keeps=keeps, size=_size(var)) for var in eqn.outvars]
 
 
@@ -159,14 +150,15 @@ def _together(origins: Iterable[Origin], place: str) -> Origin:
     return result
 
 
-def _called(eqn: JaxprEqn) -> Jaxpr | None:
-    """What an equation calls once; None for operations, and for loops, whose turns depend on each other."""
+def called(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
+    """What an equation calls once, and its constants; None for operations, and for loops, whose turns depend on each
+    other."""
     if eqn.primitive.name in ("while", "scan"):
         return None
     params: Mapping[str, Any] = eqn.params
     inside = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
-    inside = getattr(inside, "jaxpr", inside)
-    return inside if isinstance(inside, Jaxpr) else None
+    consts, inside = getattr(inside, "consts", ()), getattr(inside, "jaxpr", inside)
+    return (inside, consts) if isinstance(inside, Jaxpr) else None
 
 
 def _size(var: Any) -> int:

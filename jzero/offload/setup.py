@@ -56,8 +56,9 @@ def streamed(
         SeparationError: an optimizer that cannot be run in groups.
         ShardingError: one that keeps an average of parameters which rest in files.
     """
-    in_groups = InGroups.of(optimizer, gradients.trained_layouts, state)
-    cuts = in_groups.groups(offload.group_size)
+    size, on_cpu = offload.group_size, offload.update == "cpu"
+    in_groups = InGroups.of(optimizer, gradients.trained_layouts, state, size, on_cpu=on_cpu)
+    cuts = in_groups.groups(size)
     of_state, of_params = state_lanes(offload, in_groups, cuts), param_lanes(offload, reads, in_groups, cuts)
     updates = {kind: update_program(in_groups, kind, options) for kind in dict.fromkeys(map(kind_of, cuts))}
     groups = _groups(offload, in_groups, updates, cuts, of_state, of_params)
