@@ -68,9 +68,9 @@ class ScratchFile:
         """
         self.path, self._nbytes = _new_home(directory) / "blocks", nbytes
         lock = FileLock(self.path.with_name("lock"), thread_local=False)
-        lock.acquire(blocking=False)
         self._remove = weakref.finalize(self, _remove, self.path.parent, lock, os.getpid())
         try:
+            _acquire(lock, directory)
             who = {"owner": owner, "host": platform.node(), "pid": os.getpid()}
             self.path.with_name("owner").write_text(json.dumps(who), encoding="utf-8")
             _reserve(self.path, nbytes)
@@ -168,6 +168,13 @@ def _new_home(directory: Path) -> Path:
         raise TierError(f"{directory}: {error.strerror}; name a directory that can be written") from error
 
 
+def _acquire(lock: FileLock, directory: Path) -> None:
+    try:
+        lock.acquire(blocking=False)
+    except (OSError, NotImplementedError) as error:  # the latter where a file system has no flock at all
+        raise TierError(f"{directory}: a file cannot be locked there: {error}; name a directory on a disk") from error
+
+
 def _remove_stale(directory: Path) -> None:
     """Removes what dead processes of this host left.
 
@@ -180,7 +187,7 @@ def _remove_stale(directory: Path) -> None:
             if host == platform.node():
                 lock.acquire(blocking=False)
                 _remove(home, lock, os.getpid())
-        except (OSError, ValueError, KeyError, TypeError, Timeout):
+        except (OSError, NotImplementedError, ValueError, KeyError, TypeError, Timeout):
             continue  # not ours to judge
 
 

@@ -542,6 +542,22 @@ class TestDirectories:
         with pytest.raises(TierError, match=f"{tmp_path / 'file'}: File exists; name a directory"):
             BlockFiles([tmp_path / "file"], {"a": 1}, "run")
 
+    @pytest.mark.parametrize(
+        "refusal", [OSError(errno.ENOLCK, os.strerror(errno.ENOLCK)), NotImplementedError("no flock")], ids=["os", "none"]
+    )
+    def test_without_locks_are_refused_and_left_as_they_were(self, tmp_path, monkeypatch, refusal):
+        dead = tmp_path / "jzero-tier-x"
+        dead.mkdir()
+        (dead / "owner").write_text(json.dumps({"host": scratch_file.platform.node()}))
+
+        def acquire(*_, **__):
+            raise refusal
+
+        monkeypatch.setattr(scratch_file.FileLock, "acquire", acquire)
+        with pytest.raises(TierError, match=f"{tmp_path}: a file cannot be locked there: .*; name a directory"):
+            BlockFiles([tmp_path], {"a": 1}, "run")
+        assert held(tmp_path) == ["jzero-tier-x"]
+
     def test_relative_names_hold_when_the_process_moves(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "elsewhere").mkdir()
