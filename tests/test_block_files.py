@@ -543,7 +543,9 @@ class TestDirectories:
             BlockFiles([tmp_path / "file"], {"a": 1}, "run")
 
     @pytest.mark.parametrize(
-        "refusal", [OSError(errno.ENOLCK, os.strerror(errno.ENOLCK)), NotImplementedError("no flock")], ids=["os", "none"]
+        "refusal",
+        [OSError(errno.ENOLCK, os.strerror(errno.ENOLCK)), NotImplementedError("no flock")],
+        ids=["os", "none"],
     )
     def test_without_locks_are_refused_and_left_as_they_were(self, tmp_path, monkeypatch, refusal):
         dead = tmp_path / "jzero-tier-x"

@@ -1,5 +1,8 @@
 """Memory that arrays have left: filled again without a copy where it fits, and never under an array that is in use."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -78,6 +81,20 @@ def test_a_second_device_gets_a_copy_of_what_was_filled_for_the_first(device):
     assert [y.devices() for y in arrays] == [{device}, {second}]
     jax.block_until_ready(jax.jit(lambda y: y * 0, donate_argnums=0)(arrays[0]))
     np.testing.assert_array_equal(arrays[1], values(0))
+
+
+def test_memory_to_be_filled_stays_as_long_as_anybody_has_it(device):
+    copies, left = Copies(), jnp.zeros(SHAPE, DTYPE, device=device)
+    alive = weakref.ref(left)
+    copies.give([left])
+    del left
+    memory = copies.memory(SHAPE, DTYPE, device)
+    copies.returned([])  # as after a read that failed
+    gc.collect()
+    assert alive() is not None
+    del memory
+    gc.collect()
+    assert alive() is None
 
 
 def test_elements_of_less_than_a_byte_come_out_as_they_went_in(device):

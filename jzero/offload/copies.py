@@ -1,6 +1,5 @@
 """Arrays with memory of their own, made from host memory that is used again."""
 
-import ctypes
 import functools
 import math
 import threading
@@ -91,7 +90,20 @@ def _bytes_of(x: jax.Array) -> np.ndarray | None:
     view = np.asarray(x)
     if not x.nbytes or not view.flags.c_contiguous or view.ctypes.data != x.unsafe_buffer_pointer():
         return None
-    return np.ctypeslib.as_array((ctypes.c_uint8 * view.nbytes).from_address(view.ctypes.data))
+    return np.asarray(_Memory(x, view))
+
+
+class _Memory:
+    """The bytes of an array as NumPy's protocol has them: whoever looks at them holds the array."""
+
+    def __init__(self, x: jax.Array, view: np.ndarray) -> None:
+        self.of = x
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (view.nbytes,),
+            "data": (view.ctypes.data, False),  # writable
+        }
 
 
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)

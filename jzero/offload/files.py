@@ -7,7 +7,7 @@ scratch: what lasts is a checkpoint.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class Stored:
 
         Raises:
             ValueError: they are of a later one.
+            TierError: the files are closed.
         """
         self.tier.check(self)
 
@@ -79,6 +80,7 @@ class InFiles:
         self._arrive, self._leave, self._before_write = arrive, leave, before_write
         self._versions: dict[tuple[str, ...], int] = {}
         self._files: BlockFiles | None = None
+        self._closed = False
         self._lock = threading.Lock()
         # One thread brings a group in while another takes one out.
         self._incoming, self._outgoing = (ThreadPoolExecutor(1, f"jzero-{way}") for way in ("in", "out"))
@@ -100,8 +102,9 @@ class InFiles:
 
         Raises:
             ValueError: the handles are of a state that a later one has overwritten.
-            TierError: as the files say; the returned function raises it as well.
+            TierError: they are closed; from the returned function, as the files say.
         """
+        self._check_open()
         for part in parts:
             self.check(part)
         return self._incoming.submit(self._read, group).result
@@ -111,7 +114,9 @@ class InFiles:
 
         Raises:
             ValueError: they have been written again since.
+            TierError: the files are closed.
         """
+        self._check_open()
         if part.version != self._versions.get(part.place.blocks):
             raise ValueError(
                 f"what rests in {', '.join(self._directories)} was overwritten by a later step, or by a "
@@ -122,8 +127,9 @@ class InFiles:
         """Begins to write.
 
         Raises:
-            TierError: from the returned function, as the files say.
+            TierError: they are closed; from the returned function, as the files say.
         """
+        self._check_open()
         places = self._groups[group]
         with self._lock:
             for place in places:
@@ -143,7 +149,7 @@ class InFiles:
             version = self._next_version(place)
         whole_blocks = [np.ascontiguousarray(shard) for shard in shards]
         # After whatever an update that failed has left to write.
-        self._outgoing.submit(_write_all, files, place.each(whole_blocks)).result()
+        self._outgoing.submit(_all_done, files.write, place.each(whole_blocks)).result()
         return Stored(self, place, version)
 
     def _next_version(self, place: Place) -> int:
@@ -151,18 +157,23 @@ class InFiles:
         return self._versions[place.blocks]
 
     def read(self, place: Place) -> list[np.ndarray]:
-        """The shards of a piece, for a checkpoint; memory of their own."""
+        """The shards of a piece, for a checkpoint; memory of their own.
+
+        Raises:
+            TierError: as the files say.
+        """
         shards = [aligned(place.piece.shard_bytes) for _ in range(place.shards)]
-        for done in [self._opened().read(name, out) for name, out in place.each(shards)]:
-            done.result()
+        _all_done(self._opened().read, place.each(shards))
         return [place.piece.box(shard) for shard in shards]
 
     def close(self) -> None:
-        """Removes the files; what rested there is lost.
+        """Removes the files; what rested there is lost, and nothing can rest there any more.
 
         Raises:
             TierError: they cannot be removed.
         """
+        with self._lock:
+            self._closed = True
         for pool in (self._incoming, self._outgoing):
             pool.shutdown()
         if self._files:
@@ -174,17 +185,15 @@ class InFiles:
 
     def _read(self, group: int) -> list[Any]:
         places, files = self._groups[group], self._opened()
-        taken = [self._memory(place) for place in places]
-        reads = [
-            files.read(name, out)
-            for place, shards in zip(places, taken, strict=True)
-            for name, out in place.each(shards)
-        ]
-        for done in reads:
-            done.result()
-        arrays = [self._arrive(place.piece, shards, self._copies) for place, shards in zip(places, taken, strict=True)]
-        jax.block_until_ready(arrays)  # the memory is used again
-        self._copies.returned(shard for shards in taken for shard in shards)
+        unused: list[np.ndarray] = []  # of what fails nothing: arrays may still be made of it
+        try:
+            taken = [(place, self._memory(place)) for place in places]
+            _all_done(files.read, (block for place, shards in taken for block in place.each(shards)))
+            arrays = [self._arrive(place.piece, shards, self._copies) for place, shards in taken]
+            jax.block_until_ready(arrays)  # the memory is used again
+            unused = [shard for _, shards in taken for shard in shards]
+        finally:
+            self._copies.returned(unused)
         return arrays
 
     def _memory(self, place: Place) -> list[np.ndarray]:
@@ -195,7 +204,7 @@ class InFiles:
     def _write(self, group: int, arrays: list[Any]) -> None:
         """From the memory of the arrays, when they are computed: they are kept until it is on disk."""
         places = zip(self._groups[group], arrays, strict=True)
-        _write_all(self._opened(), (block for place, array in places for block in self._leaving(place, array)))
+        _all_done(self._opened().write, (block for place, array in places for block in self._leaving(place, array)))
         self._copies.give(shard.data for array in jax.tree.leaves(arrays) for shard in array.addressable_shards)
 
     def _leaving(self, place: Place, array: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -204,15 +213,29 @@ class InFiles:
         self._before_write()
         return place.each(shards)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierError(
+                f"the run is closed, and its files in {', '.join(self._directories)} are removed: set up anew"
+            )
+
     def _opened(self) -> BlockFiles:
         with self._lock:
+            self._check_open()
             if self._files is None:
                 self._files = BlockFiles(self._directories, self._sizes, self._owner)
             return self._files
 
 
-def _write_all(files: BlockFiles, blocks: Iterable[tuple[str, np.ndarray]]) -> None:
-    for done in [files.write(name, data) for name, data in blocks]:
+def _all_done(begin: Callable[[str, np.ndarray], Future[None]], blocks: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Reads or writes all; nothing of it is under way any more when it returns, and when it raises the first error."""
+    begun: list[Future[None]] = []
+    try:
+        for name, data in blocks:
+            begun.append(begin(name, data))
+    finally:
+        wait(begun)
+    for done in begun:
         done.result()
 
 
