@@ -1,5 +1,6 @@
 """Which parameters rest in files, as their layouts say it."""
 
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jzero.block_files import TierError
 from jzero.collectives import Read, Then
 from jzero.host_params import chosen, resting_on_host
 from jzero.offload.param_reads import ParamReads
@@ -62,7 +64,13 @@ def _check_updated_where_they_rest(layouts: Mapping[Path, Layout], large: Mappin
 def _reading(layout: Layout, leaf: Leaf, reads: ParamReads) -> Layout:
     """The same specs, with a layer's shard read in front of what brings it into use."""
 
+    # JAX's caches keep what it has traced, and with it this function: they would keep the files of a run that is gone.
+    there = weakref.ref(reads)
+
     def read(ticket: Any, device: Any) -> np.ndarray:
+        reads = there()
+        if reads is None:
+            raise TierError(f"{leaf.name}: the run whose files have it is gone; keep the run as long as its programs")
         return reads.layer(leaf.path, int(ticket), int(device))
 
     dtype, tp_spec = reads.wholes[leaf.path].dtype, P(*leaf.tp_spec[leaf.layer_dims :])

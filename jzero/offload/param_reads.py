@@ -16,6 +16,7 @@ Forward and backward compute with the same numbers as with parameters on the dev
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -25,15 +26,15 @@ from jax.sharding import PartitionSpec as P
 
 from jzero.block_files import TierError
 from jzero.offload.piece import Piece
-from jzero.offload.read_ahead import Buffers, Pending, ReadAhead
+from jzero.offload.read_ahead import Buffers, ReadAhead
 from jzero.offload.state_params import with_params
 from jzero.step import TrainState
-from jzero.zero import Path
+from jzero.zero import Path, path_name
 
 _LAYERS_AHEAD = 2  # that are read, beyond those that the program gathers ahead
 
 #: (parameter, region of devices, layer, memory) -> the reads that fill it with what these devices hold of the layer.
-BeginRead = Callable[[Path, int, int, np.ndarray], Sequence[Pending]]
+BeginRead = Callable[[Path, int, int, np.ndarray], Sequence[Future[None]]]
 
 
 class ParamReads:
@@ -67,7 +68,7 @@ class ParamReads:
         self._readers = {number: ReadAhead(self._begin, _LAYERS_AHEAD * len(self.layers)) for number in numbers}
         self._buffers = Buffers()
         self._begin_read: BeginRead | None = None
-        self._fault: Exception | None = None
+        self._fault: TierError | None = None
 
     def read_from(self, begin_read: BeginRead) -> None:
         """Says how layers are read, before the first program runs."""
@@ -89,10 +90,14 @@ class ParamReads:
         dtype, shape = self.wholes[path].dtype, self.layer_shape(path)
         try:
             buffer = self._readers[device].take((path, ticket, self._regions[path][device]))
-        except Exception as error:  # noqa: BLE001 (raised by `finished`)
+        except TierError as error:
             self._fault = self._fault or error
-            return np.zeros(shape, dtype)
-        return self._buffers.lent(buffer, dtype, shape)
+        except Exception as error:  # noqa: BLE001 (no memory, say)
+            what = f"{path_name(path)}, layer {ticket}: cannot be read: {error!r}"
+            self._fault = self._fault or TierError(f"{what}; go on from the last checkpoint")
+        else:
+            return self._buffers.lent(buffer, dtype, shape)
+        return np.zeros(shape, dtype)
 
     def layer_shape(self, path: Path) -> tuple[int, ...]:
         """What a device holds of a layer."""
@@ -103,32 +108,28 @@ class ParamReads:
         """To be called with what a program returned, before anything comes of it: waits where it has read files.
 
         Raises:
-            TierError: it has not read what was written.
+            TierError: it has not read what was written; the next program may.
         """
         if not self.layers:
             return
-        jax.block_until_ready(results)
-        if self._fault:
-            raise TierError(str(self._fault)) from self._fault
+        try:
+            jax.block_until_ready(results)
+        finally:
+            fault, self._fault = self._fault, None
+        if fault:
+            raise fault
 
     def forget(self) -> None:
         """Lets go of what was read ahead: it is about to be written."""
         for reader in self._readers.values():
             reader.forget()
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Host memory for layers on their way, of all devices of this process, when no program reads."""
-        return self._buffers.nbytes + sum(
-            reader.ahead(lambda buffer: buffer.nbytes) for reader in self._readers.values()
-        )
-
     def _begin(self, key: Any) -> "_Coming":
         """Begins to read a layer, as a region of devices holds it."""
         assert self._begin_read is not None
         path, ticket, region = key
         buffer = self._buffers.take(math.prod(self.layer_shape(path)) * self.wholes[path].dtype.itemsize)
-        return _Coming(buffer, self._begin_read(path, region, ticket, buffer))
+        return _Coming(buffer, self._begin_read(path, region, ticket, buffer), self._buffers)
 
     def _abstract_tickets(self) -> dict[Path, jax.ShapeDtypeStruct]:
         sharding = NamedSharding(self._mesh, P())
@@ -145,16 +146,21 @@ class ParamReads:
 
 
 class _Coming:
-    """A layer on its way into `buffer`."""
+    """A layer on its way into `buffer`, which is one of `buffers`."""
 
-    def __init__(self, buffer: np.ndarray, reads: Sequence[Pending]) -> None:
-        self._buffer, self._reads = buffer, reads
+    def __init__(self, buffer: np.ndarray, reads: Sequence[Future[None]], buffers: Buffers) -> None:
+        self._buffer, self._reads, self._buffers = buffer, reads, buffers
 
     def result(self) -> np.ndarray:
         """Its bytes."""
         for done in self._reads:
             done.result()
         return self._buffer
+
+    def drop(self) -> None:
+        """Its memory is for others, once nothing of the layer comes into it any more."""
+        wait(self._reads)
+        self._buffers.returned(self._buffer)
 
 
 def _regions(mesh: Mesh, whole: jax.ShapeDtypeStruct) -> dict[int, int]:

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
@@ -16,6 +16,10 @@ class Pending(Protocol):
 
     def result(self) -> Any:
         """What was read, when it is there."""
+        ...
+
+    def drop(self) -> None:
+        """Nobody asks for it any more."""
         ...
 
 
@@ -51,21 +55,20 @@ class ReadAhead:
     def forget(self) -> None:
         """Lets go of what was read ahead: it is about to be written.  What comes next begins anew."""
         with self._lock:
-            self._coming.clear()
+            self._drop()
             self._last = (None, None)
-
-    def ahead(self, size: Callable[[Any], int]) -> int:
-        """The size of all that was read ahead."""
-        with self._lock:
-            return sum(size(pending.result()) for _, pending in self._coming)
 
     def _found(self, key: Hashable) -> Pending:
         for i, (coming, pending) in enumerate(self._coming):
             if coming == key:
                 del self._coming[i]
                 return pending
-        self._coming.clear()  # another order than the last time
+        self._drop()  # another order than the last time
         return self._begin(key)
+
+    def _drop(self) -> None:
+        while self._coming:
+            self._coming.popleft()[1].drop()
 
     def _top_up(self) -> None:
         pair, there = self._last, Counter(key for key, _ in self._coming)
@@ -81,18 +84,21 @@ class ReadAhead:
 
 
 class Buffers:
-    """Aligned memory for what is read, used again when nobody holds it any more.  Threads share it."""
+    """Aligned memory for what is read, used again when nobody holds it any more.  Threads share it.
+
+    Memory comes back wherever the collector of garbage runs, in a thread that asks for some, too: so there is no lock.
+    """
 
     def __init__(self) -> None:
         """None yet."""
-        self._free: dict[int, list[np.ndarray]] = {}
-        self._lock = threading.Lock()
+        self._free: defaultdict[int, deque[np.ndarray]] = defaultdict(deque)
 
     def take(self, nbytes: int) -> np.ndarray:
         """So many bytes."""
-        with self._lock:
-            free = self._free.get(nbytes)
-            return free.pop() if free else aligned(nbytes)
+        try:
+            return self._free[nbytes].pop()
+        except IndexError:
+            return aligned(nbytes)
 
     def lent(self, buffer: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         """A buffer as an array, with which its memory comes back: nobody may keep a view of it for longer.
@@ -100,15 +106,9 @@ class Buffers:
         JAX (0.10 to 0.12) holds what a call of the host returns, the object itself, until it is copied.
         """
         array = buffer.view(dtype).reshape(shape)
-        weakref.finalize(array, self._returned, buffer).atexit = False
+        weakref.finalize(array, self.returned, buffer).atexit = False
         return array
 
-    @property
-    def nbytes(self) -> int:
-        """Of what nobody holds."""
-        with self._lock:
-            return sum(nbytes * len(buffers) for nbytes, buffers in self._free.items())
-
-    def _returned(self, buffer: np.ndarray) -> None:
-        with self._lock:
-            self._free.setdefault(buffer.nbytes, []).append(buffer)
+    def returned(self, buffer: np.ndarray) -> None:
+        """A buffer that nobody holds any more."""
+        self._free[buffer.nbytes].append(buffer)
