@@ -83,13 +83,13 @@ def setup(
         ValueError: bad stage, mesh, batch, annotation, pattern.
         ShardingError: what zero or offload ask for cannot be done with these parameters.
         SeparationError: an optimizer that cannot be run in groups.
-        TypeError: not an NNX module, or a loss that is not sums.
+        TypeError: not an NNX module, a loss that is not sums, or an offload that is no `Offload`.
         UnsupportedModelError: the model does what cannot be sharded; names the place.
         HostMemoryError: more is to rest in pinned host memory than XLA lets a process have.
     """
     mesh = as_mesh(mesh)
     comm.compiler_options(mesh)  # before work starts
-    _check_arguments(tx, micro_batches, clip_norm)
+    _check_arguments(tx, micro_batches, clip_norm, offload)
     seen = look(model_fn, loss_fn, trainable, mesh, batch, micro_batches, precision.params)
     layouts, whole = zero_lib.layouts(seen.leaves(), stage, zero, mesh, precision.reduce, precision.grads)
     layouts, reads = offloaded(layouts, offload, seen, zero, mesh)
@@ -202,13 +202,15 @@ def _slot(at_rest: jax.ShapeDtypeStruct, layout: Layout, mesh: Mesh, dtype: str)
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _check_arguments(tx: Any, micro_batches: Any, clip_norm: Any) -> None:
+def _check_arguments(tx: Any, micro_batches: Any, clip_norm: Any, offload: Any) -> None:
     if not callable(tx):
         _check_transformation(tx, "tx")
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches!r} must be a whole number, at least 1")
     if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
         raise ValueError(f"clip_norm={clip_norm!r} must be a positive number; None does not clip")
+    if not isinstance(offload, Offload):
+        raise TypeError(f"offload={offload!r} must be a jzero.Offload, such as jzero.Offload(optimizer='host')")
 
 
 def _transformation(tx: Any, per_layer: Any) -> optax.GradientTransformation:

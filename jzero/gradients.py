@@ -160,7 +160,8 @@ class Gradients:
         def add(carry: Any, batch: Any) -> tuple[Any, None]:
             state, total, slots, rested = carry
             state, (new, sums) = micro(state, slots, batch)
-            slots = {path: new.pop(path) for path in slots}
+            # One that nothing was read for is zeros, which no backward pass has brought there.
+            slots = {path: in_its_memory(new.pop(path), HOST, self.tp_specs[path]) for path in slots}
             rested = {path: added(x, slots[path], *self._stacked(path)) for path, x in rested.items()}
             return (state, jax.tree.map(jnp.add, total, (new, sums)), slots, rested), None
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from jzero.collectives import Identity, Store, Then
-from jzero.host_params import HOST, layer_bytes
+from jzero.host_params import HOST, large, layer_bytes
 from jzero.placement import MIN_PARAM_BYTES
 from jzero.zero import Layout, Leaf, Path, ShardingError
 
@@ -34,21 +34,16 @@ def grads_on_host(
         ShardingError: a large leaf's gradient is summed over devices after accumulation, which takes all of its layers
             on the device; or no leaf is large enough.
     """
-    sizes = {leaf.path: (leaf.name, layer_bytes(leaf)) for leaf in leaves}
-    chosen = {path: name for path, (name, size) in sizes.items() if size >= at_least_bytes}
-    if not chosen:
+    chosen = {leaf.path: leaf for leaf in large("grads host", leaves, at_least_bytes)}
+    late = [leaf for path, leaf in chosen.items() if layouts[path].finish.moves]
+    if late:
+        largest = max(late, key=layer_bytes)
         raise ShardingError(
-            f"offload.grads host: no trained parameter has {at_least_bytes:,} bytes in a layer, the largest has "
-            f"{max((size for _, size in sizes.values()), default=0):,}, so all gradients would stay on the device; "
-            f"leave offload.grads at none"
+            f"offload.grads host: the gradient of {largest.name!r} ({layer_bytes(largest):,} bytes in a layer, of "
+            f"{len(late)} such the largest) is summed over devices after accumulation, all layers on the device; take "
+            f"stage 2 or 3 with zero.axes over all data-parallel axes, or offload.min_param_bytes above that if it "
+            f"must stay whole"
         )
-    for path, name in chosen.items():
-        if layouts[path].finish.moves:
-            raise ShardingError(
-                f"offload.grads host: the gradient of {name!r} ({sizes[path][1]:,} bytes in a layer) is summed over "
-                f"devices after accumulation, all layers on the device; take stage 2 or 3 with zero.axes over all "
-                f"data-parallel axes, or offload.min_param_bytes above that if the parameter must stay whole"
-            )
     return {path: landing_on_host(to) if path in chosen else to for path, to in layouts.items()}
 
 

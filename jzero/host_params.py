@@ -54,13 +54,26 @@ def chosen(place: str, leaves: Iterable[Leaf], zero: Zero, at_least_bytes: int) 
             f"offload.params {place} with zero.regather false: parameters would stay on the device from forward to "
             f"backward, all layers at once; take zero.regather true, or leave the parameters on the device"
         )
+    return large(f"params {place}", leaves, at_least_bytes)
+
+
+def large(wanted: str, leaves: Iterable[Leaf], at_least_bytes: int) -> list[Leaf]:
+    """The leaves that are worth a copy.
+
+    Args:
+        wanted: of which setting, and its value.
+        at_least_bytes: of one layer of a leaf, unsharded; 0 takes every leaf that has any.
+
+    Raises:
+        ShardingError: there are none.
+    """
     sizes = [(leaf, layer_bytes(leaf)) for leaf in leaves]
     found = [leaf for leaf, size in sizes if size >= max(1, at_least_bytes)]
     if not found:
         raise ShardingError(
-            f"offload.params {place}: no parameter has {at_least_bytes:,} bytes in a layer, the largest has "
-            f"{max((size for _, size in sizes), default=0):,}, so all would stay on the device; leave offload.params "
-            f"at none"
+            f"offload.{wanted}: no parameter has {at_least_bytes:,} bytes in a layer, the largest has "
+            f"{max((size for _, size in sizes), default=0):,}, so nothing would leave the device; take a lower "
+            f"offload.min_param_bytes, or leave offload.{wanted.partition(' ')[0]} at none"
         )
     return found
 

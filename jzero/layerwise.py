@@ -24,11 +24,10 @@ Values = Mapping[Path, jax.Array]
 
 
 def in_its_memory(x: jax.Array, memory: str | None, tp_spec: P) -> jax.Array:
-    """`x` in the memory that it rests in, as a program of absent devices sees it.
+    """`x` in the memory that it rests in, stored there if it is not.
 
-    Their arrays come to a program as if all were on the device, since only a device that is here names its memories.
-    Inside of the program there are both, and from here on it is the program of devices that have a host.  Of devices
-    that are here nothing is to be done.
+    Arrays of absent devices come to a program as if all were on the device, since only a device that is here names its
+    memories.  Inside of the program there are both, and from here on it is the program of devices that have a host.
     """
     if memory is None or jax.typeof(x).memory_space == jax.memory.Space.Host:
         return x

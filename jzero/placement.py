@@ -1,5 +1,6 @@
 """What of a run rests outside of the device, as a program says it."""
 
+import numbers
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,11 +46,11 @@ class Offload:
     def __post_init__(self) -> None:
         for key, choices in _CHOICES.items():
             _check_choice(key, getattr(self, key), choices)
-        if isinstance(self.dir, str):
-            raise TypeError(f"offload.dir must be a tuple of directories, got the string {self.dir!r}")
+        if not isinstance(self.dir, tuple):
+            raise TypeError(f"offload.dir must be a tuple of directories, got {self.dir!r}")
         for key, least in (("group_size", 1), ("host_bytes", 0), ("min_param_bytes", 0)):
             value = getattr(self, key)
-            if not isinstance(value, int) or value < least:
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
                 raise ValueError(f"offload.{key} = {value!r} must be a number of bytes, at least {least}")
         if self.update == "cpu" and self.optimizer not in ("host", "nvme"):
             raise ValueError(

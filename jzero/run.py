@@ -214,8 +214,8 @@ class Run:
         rest = self.tier_bytes()
         params = sum(rest[name].get("host", 0) for name in ("params", "frozen"))
         groups = self.stream.groups if self.stream else ()
-        flying = sum(group.device_bytes for group in groups if group.state.tier.name == "host")
-        return params + self.host_grads_bytes() + flying
+        state = sum(group.state.nbytes for group in groups if group.state.tier.name == "host" and not group.on_cpu)
+        return params + self.host_grads_bytes() + state
 
     @property
     def stream(self) -> Stream | None:

@@ -4,9 +4,11 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.traverse_util import flatten_dict
 from jax.extend.core import Jaxpr
 from jax.sharding import PartitionSpec as P
@@ -37,10 +39,12 @@ def train(mesh, stage, micro_batches=1, ahead=0, model="stack", precision=None, 
     return train_run(run, batches(STEPS, 8 * micro_batches))
 
 
-def made(mesh, stage, micro_batches=1, ahead=0, model="decoder", precision=None, **offload) -> jzero.Run:
-    model_fn, loss_fn = (
-        (LoopOfLayers, log_loss) if model == "loop" else (stack(LAYERS, layers_ahead=ahead), next_token_loss)
-    )
+def made(mesh, stage, micro_batches=1, ahead=0, model="stack", precision=None, **offload) -> jzero.Run:
+    model_fn, loss_fn = {
+        "stack": (stack(LAYERS, layers_ahead=ahead), next_token_loss),
+        "loop": (LoopOfLayers, log_loss),
+        "unread": (Unread, log_loss),
+    }[model]
     (data,) = batches(1, 8 * micro_batches)
     return jzero.setup(
         model_fn,
@@ -90,6 +94,22 @@ def test_layers_in_a_python_loop_and_a_table_that_is_read_twice_are_equal_too(me
     offload = {"optimizer": "device", "min_param_bytes": 0 if mesh == "dp=1" else LARGE}
     hosted = train(mesh, stage, model="loop", grads="host", **offload)
     assert_same_bits(hosted, train(mesh, stage, model="loop", **offload))
+
+
+class Unread(LoopOfLayers):
+    """With a parameter that no pass reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.unread = nnx.Param(jnp.ones((16, 16)))
+
+
+def test_a_parameter_that_nothing_reads_has_a_gradient_of_zeros_there_too():
+    hosted, there = (
+        train("dp=1", 0, micro_batches=2, model="unread", optimizer="device", min_param_bytes=0, grads=grads)
+        for grads in ("host", "none")
+    )
+    np.testing.assert_allclose((hosted.losses, hosted.norms), (there.losses, there.norms), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -240,12 +260,14 @@ def test_sums_that_are_formed_after_accumulation_are_refused(stage, zero, mesh):
 
 
 def test_a_large_leaf_that_stays_whole_is_refused_by_name():
-    with pytest.raises(ShardingError, match=r"'layers/odd' \(1,049,598 bytes in a layer\).*offload\.min_param_bytes"):
+    with pytest.raises(
+        ShardingError, match=r"'layers/odd' \(1,049,598 bytes in a layer.*offload\.min_param_bytes"
+    ):
         layouts_of_tree(3, 2**20, leaves=TREE)
 
 
 def test_what_would_not_be_offloaded_is_refused():
-    with pytest.raises(ShardingError, match="no trained parameter has 1,048,577 bytes in a layer, the largest has"):
+    with pytest.raises(ShardingError, match="no parameter has 1,048,577 bytes in a layer, the largest has"):
         layouts_of_tree(3, 2**20 + 1)
 
 

@@ -229,6 +229,7 @@ def test_the_cpu_refuses_what_takes_whole_matrices(data):
         ({"optimizer": "host", "dir": ("/tmp",)}, "offload.dir"),
         ({"optimizer": "host", "host_bytes": 1}, "offload.host_bytes"),
         ({"group_size": 0}, "offload.group_size"),
+        ({"group_size": True}, "offload.group_size"),
     ],
 )
 def test_placements_that_cannot_be_are_refused(settings, words):

@@ -93,7 +93,7 @@ def test_what_lies_on_the_device_at_an_update_is_what_the_plan_says(where):
     watched(run, lambda: seen.append(held("device") - before))(run.init(), run.put(rows()))
     planned = [x for x in moments.moments(run, run.stream, programs_of(run, None)) if "update" in x.program]
     for k, moment in enumerate(planned):
-        leaving = run.stream.groups[k - 1].nbytes if k else 0  # nobody's array any more
+        leaving = run.stream.groups[k - 1].state.nbytes if k else 0  # nobody's array any more
         assert seen[k] == pytest.approx(moment.lying_bytes - leaving, abs=SCALARS)
         assert moment.in_flight_bytes == state_in_flight(run.stream, k)
 

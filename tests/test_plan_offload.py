@@ -86,7 +86,7 @@ def test_the_peak_is_the_largest_of_all_programs_with_what_lies_beside_them():
 def test_before_a_group_is_updated_all_gradients_and_its_neighbours_lie_on_the_device():
     run, stream = run_of(optimizer="host"), stream_of(optimizer="host")
     first, middle, last = list(moments.moments(run, stream, programs_of(run, None)))[1:]
-    groups = [group.nbytes for group in stream.groups]
+    groups = [group.state.nbytes for group in stream.groups]
     grads = [sum(math.prod(cut.shape) * 4 for cut in group.cuts) for group in stream.groups]  # as they have arrived
     assert [first.in_flight_bytes, middle.in_flight_bytes] == [sum(groups[:2]), sum(groups)]
     state = run.tier_bytes()
@@ -119,7 +119,9 @@ def test_parameters_in_files_are_read_for_both_passes_of_a_microbatch_and_writte
 def test_a_state_updated_by_the_host_never_flies():
     memory = plan_of(optimizer="host", update="cpu").memory
     assert memory.in_flight_bytes == 0
-    assert plan_of(optimizer="host").memory.in_flight_bytes == sum(x.nbytes for x in stream_of(optimizer="host").groups)
+    assert plan_of(optimizer="host").memory.in_flight_bytes == sum(
+        x.state.nbytes for x in stream_of(optimizer="host").groups
+    )
 
 
 def test_a_step_in_groups_sends_what_a_step_at_once_sends():
@@ -158,7 +160,7 @@ def moved(**where):
 
 
 def test_bytes_over_pcie_and_to_disk_are_those_of_what_rests_there():
-    state = sum(group.nbytes for group in stream_of(optimizer="host").groups)
+    state = sum(group.state.nbytes for group in stream_of(optimizer="host").groups)
     params = run_of().tier_bytes()["params"]["device"]
     assert plan_of().offload is None
     assert moved(optimizer="host") == {("optimizer state", "update"): (state, state, 0, 0)}

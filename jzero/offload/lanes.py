@@ -43,6 +43,11 @@ class Lane:
     members: tuple[Member, ...]
 
     @property
+    def nbytes(self) -> int:
+        """Of one device."""
+        return sum(member.piece.shard_bytes for member in self.members)
+
+    @property
     def keys(self) -> list[Any]:
         """Of each piece."""
         return [member.key for member in self.members]

@@ -60,7 +60,8 @@ def streamed(
     in_groups = InGroups.of(optimizer, gradients.trained_layouts, state, size, on_cpu=on_cpu)
     cuts = in_groups.groups(size)
     of_state, of_params = state_lanes(offload, in_groups, cuts), param_lanes(offload, reads, in_groups, cuts)
-    updates = {kind: update_program(in_groups, kind, options) for kind in dict.fromkeys(map(kind_of, cuts))}
+    on_device = [] if offload.update == "cpu" else cuts
+    updates = {kind: update_program(in_groups, kind, options) for kind in dict.fromkeys(map(kind_of, on_device))}
     groups = _groups(offload, in_groups, updates, cuts, of_state, of_params)
     first = gradients_program(in_groups, gradients, clip_norm, reads.entered(state), batch, options)
     last = publish_program(in_groups, gradients, options) if in_groups.published else None
@@ -96,10 +97,9 @@ def _groups(
     return [
         Group(
             cuts=own,
-            nbytes=in_groups.nbytes(own),
-            device_bytes=0 if offload.update == "cpu" else in_groups.nbytes(own),
             state=state,
             params=params,
+            on_cpu=offload.update == "cpu",
             arrive=arrival(in_groups, own),
             updater=updater(own),
         )
@@ -154,5 +154,5 @@ def _elsewhere_bytes(groups: Sequence[Group]) -> dict[str, int]:
     """Bytes of the optimizer's state, of one device, by where they rest."""
     found: dict[str, int] = {}
     for group in (group for group in groups if group.state.tier.name != "device"):
-        found[group.state.tier.name] = found.get(group.state.tier.name, 0) + group.nbytes
+        found[group.state.tier.name] = found.get(group.state.tier.name, 0) + group.state.nbytes
     return found

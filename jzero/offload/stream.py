@@ -74,19 +74,24 @@ class Group:
 
     Attributes:
         cuts: its pieces.
-        nbytes: of state on one device, and device_bytes of those that the update takes there.
         state: its lane of the optimizer's state, and params that of parameters in files.
+        on_cpu: whether the host updates it, so that neither lane comes to the device.
         arrive: brings its pieces of the gradients (`arriving.py`).
         updater: how it is updated.
     """
 
     cuts: tuple[Cut, ...]
-    nbytes: int
-    device_bytes: int
     state: Lane
     params: Lane
+    on_cpu: bool
     arrive: Arrive
     updater: Updater
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that come to one device for the update, from wherever they rest."""
+        away = (lane.nbytes for lane in (self.state, self.params) if lane.tier.name != "device")
+        return 0 if self.on_cpu else sum(away)
 
 
 @dataclass(frozen=True)

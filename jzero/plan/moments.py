@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 import jzero
 from jzero import hlo
+from jzero.offload.groups import Cut
 from jzero.offload.stream import Group, Stream
-from jzero.plan.programs import Programs, on_cpu, state_in_flight, update_of
+from jzero.plan.programs import Programs, state_in_flight, update_of
 from jzero.plan.tiers import tiers_of
 from jzero.zero import shard_bytes
 
@@ -22,7 +23,7 @@ class Moment:
     Attributes:
         program: its name.
         lying_bytes: of all that is on the device when it begins: its arguments and what other programs need or left.
-        in_flight_bytes: of these, optimizer state that is there for its update.
+        in_flight_bytes: of these, what is there for its update alone: optimizer state, and parameters in files.
         more_bytes: what it adds at its most: temporaries, and results that take no argument's place.
     """
 
@@ -52,7 +53,7 @@ def moments(run: jzero.Run, stream: Stream, programs: Programs) -> Iterator[Mome
         arrived = sum(_arrived_bytes(stream, each) for each in groups[k : k + 2])
         flying = state_in_flight(stream, k)
         lying = always + shards + left + arrived + flying
-        if on_cpu(group):
+        if group.on_cpu:
             yield Moment("update on the host", lying, flying, _elements_bytes(stream, group))
         else:
             yield Moment(name := update_of(group), lying, flying, more[name])
@@ -66,14 +67,19 @@ def _more(program: jax.stages.Compiled) -> int:
 
 
 def _arrived_bytes(stream: Stream, group: Group) -> int:
-    """Of what is brought to the update of a group beside its state: gradients in float32, and for an update by the
+    """Of what is brought to the update of a group beside its lanes: gradients in float32, and for an update by the
     host a copy of parameters that have no master.
     """
     grads = sum(4 * math.prod(cut.shape) for cut in group.cuts)
-    wide = [cut for cut in group.cuts if stream.in_groups.params[cut.path].dtype.itemsize >= 4]
-    return grads + on_cpu(group) * sum(4 * math.prod(cut.shape) for cut in wide)
+    wide = [cut for cut in _on_device(group) if stream.in_groups.params[cut.path].dtype.itemsize >= 4]
+    return grads + group.on_cpu * sum(4 * math.prod(cut.shape) for cut in wide)
 
 
 def _elements_bytes(stream: Stream, group: Group) -> int:
-    """Of a group's pieces of the parameters."""
-    return sum(math.prod(cut.shape) * stream.in_groups.params[cut.path].dtype.itemsize for cut in group.cuts)
+    """Of a group's pieces of the parameters that rest on the device."""
+    return sum(math.prod(cut.shape) * stream.in_groups.params[cut.path].dtype.itemsize for cut in _on_device(group))
+
+
+def _on_device(group: Group) -> list[Cut]:
+    in_files = set(group.params.keys)
+    return [cut for cut in group.cuts if cut.path not in in_files]

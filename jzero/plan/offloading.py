@@ -15,7 +15,6 @@ from flax.traverse_util import flatten_dict
 import jzero
 from jzero.gpus import Gpu
 from jzero.plan.estimate import Estimate
-from jzero.plan.programs import on_cpu
 from jzero.zero import shard_bytes
 
 #: Bytes of host memory for each element that the host updates: a gradient, m, v and a master of 4 bytes, of which the
@@ -100,8 +99,8 @@ def _together(classes: Sequence[Moved]) -> list[Moved]:
 def _state(run: jzero.Run) -> list[Moved]:
     """Groups that come to the device, groups in files, and what the host's update takes and gives."""
     groups = run.stream.groups if run.stream else ()
-    flying = sum(group.nbytes for group in groups if group.state.tier.name != "device" and not on_cpu(group))
-    files = sum(group.nbytes for group in groups if group.state.tier.name == "nvme")
+    flying = sum(group.state.nbytes for group in groups if group.state.tier.name != "device" and not group.on_cpu)
+    files = sum(group.state.nbytes for group in groups if group.state.tier.name == "nvme")
     grads = sum(4 * math.prod(cut.shape) for cut in _cuts_on_cpu(run))
     given: dict[Any, Any] = flatten_dict(run.abstract_state.params)
     in_files = run.params_in_files()  # read and written where they are updated
@@ -118,7 +117,7 @@ def _state(run: jzero.Run) -> list[Moved]:
 
 def _cuts_on_cpu(run: jzero.Run) -> list[Any]:
     groups = run.stream.groups if run.stream else ()
-    return [cut for group in groups if on_cpu(group) for cut in group.cuts]
+    return [cut for group in groups if group.on_cpu for cut in group.cuts]
 
 
 def _params(run: jzero.Run) -> list[Moved]:

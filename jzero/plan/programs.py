@@ -19,7 +19,7 @@ class Programs:
 
     Attributes:
         compiled: by name.
-        times: how often each runs; 0 of what the host computes.
+        times: how often each runs.
     """
 
     compiled: Mapping[str, jax.stages.Compiled]
@@ -52,7 +52,8 @@ def times_of(run: jzero.Run) -> dict[str, int]:
         return {}
     found = Counter[str]()
     for group in run.stream.groups:
-        found[update_of(group)] += int(not on_cpu(group))
+        if not group.on_cpu:
+            found[update_of(group)] += 1
         found[f"gradients of {name_of(kind_of(group.cuts))}"] += 1
     return dict(found)
 
@@ -62,12 +63,7 @@ def update_of(group: Group) -> str:
     return f"update {name_of(kind_of(group.cuts))}"
 
 
-def on_cpu(group: Group) -> bool:
-    """Whether the host updates a group: none of its state comes to the device."""
-    return group.device_bytes < group.nbytes
-
-
 def state_in_flight(stream: Stream, k: int) -> int:
-    """Bytes of state that are on the device for the update of group `k`: it, the one before and the next."""
-    near = stream.groups[max(0, k - 1) : k + 2]
-    return sum(group.device_bytes for group in near if group.state.tier.name != "device")
+    """Bytes that are on the device for the update of group `k`, and rest elsewhere: its own, and those of the group
+    before and of the next."""
+    return sum(group.device_bytes for group in stream.groups[max(0, k - 1) : k + 2])
