@@ -1,8 +1,8 @@
 """One model trained with its optimizer state on the device, in host memory and in files: equal losses, other places.
 
-Prints a row per placement: what one device holds between steps, what rests elsewhere, the most that the state takes of
-the device while groups of it are updated, the last loss and how far any loss is from the first row's, and the time of a
-step (median; the placements take turns).  On CPU devices "host" and "device" are the same memory, so the times show
+Prints a row per placement: what one device holds between steps of optimizer state and parameters, what rests
+elsewhere, the last loss and how far any loss is from the first row's, and the time of a step (median; the placements
+take turns).  On CPU devices "host" and "device" are the same memory, so the times show
 what the groups, the copies and the disk cost, and nothing of a link between host and device.
 
     python examples/offload.py [--dir DISK ...] [--steps 10] [--width 256] [--group_size 4194304]
@@ -95,7 +95,7 @@ def train(placements: list[Placement], steps: int) -> None:
 def table(placements: list[Placement]) -> str:
     """A row per placement; MB are 10^6 bytes of one device."""
     rows = [
-        "| optimizer state | device | host | files | last loss | largest difference | step |",
+        "| placement | device | host | files | last loss | largest difference | step |",
         "|---|---|---|---|---|---|---|",
     ]
     first = placements[0].losses

@@ -260,9 +260,7 @@ def test_sums_that_are_formed_after_accumulation_are_refused(stage, zero, mesh):
 
 
 def test_a_large_leaf_that_stays_whole_is_refused_by_name():
-    with pytest.raises(
-        ShardingError, match=r"'layers/odd' \(1,049,598 bytes in a layer.*offload\.min_param_bytes"
-    ):
+    with pytest.raises(ShardingError, match=r"'layers/odd' \(1,049,598 bytes in a layer.*offload\.min_param_bytes"):
         layouts_of_tree(3, 2**20, leaves=TREE)
 
 

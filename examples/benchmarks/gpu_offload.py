@@ -26,10 +26,11 @@ from typing import Any, NamedTuple
 
 from largest_size import Budget, in_process, largest
 
+from jzero.host_memory import VARIABLE
+
 _START = time.monotonic()
 _REPORT_S = 2.0  # to end the last process and to print
 _SEARCH = 3  # tries that a search has time for, as others take
-HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 class Size(NamedTuple):
@@ -115,7 +116,7 @@ def estimate(name: str, args: argparse.Namespace) -> int:
 def tried(layers: int, seconds: float, name: str, args: argparse.Namespace) -> dict[str, Any]:
     """A process of its own trains, within the time that it may take."""
     command = [sys.executable, __file__, *sys.argv[1:], "--measure", json.dumps([layers, name])]
-    env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93", **os.environ, HOST_LIMIT: str(args.host_gb)}
+    env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93", **os.environ, VARIABLE: str(int(args.host_gb * 1e9) // 2**30)}
     line = {"offload": name, "layers": layers} | in_process(command, env, seconds)
     print(f"{name}, {layers} layers: {line.get('error') or format(line['seconds'], '.3f') + ' s'}", flush=True)
     return line
@@ -138,7 +139,7 @@ def measured(size: Size, name: str, args: argparse.Namespace) -> dict[str, Any]:
         seconds.append(time.perf_counter() - begun)
     del state
     step, (rate_in, rate_out), (bytes_in, bytes_out) = (
-        statistics.median(seconds[2:]), link(2**24 if args.tiny else 2**29), moved(size, name, args.micro_batches)
+        statistics.median(seconds[2:]), link(2**24 if args.tiny else 2**29), moved(run)
     )  # fmt: skip
     tokens = shape[0] * size.seq_len
     return {
@@ -149,14 +150,13 @@ def measured(size: Size, name: str, args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def moved(size: Size, name: str, micro_batches: int) -> tuple[int, int]:
-    """Bytes that a step must bring to the device and take from it, at least."""
-    if name == "nothing":
-        return 0, 0
-    if OFFLOADS[name].get("update") == "cpu":  # parameters up, float32 gradients down
-        return 2 * size.parameters, 4 * size.parameters
-    fetched = 2 * 2 * micro_batches * size.parameters if "params" in OFFLOADS[name] else 0  # forward and backward
-    return 12 * size.parameters + fetched, (14 if fetched else 12) * size.parameters
+def moved(run: Any) -> tuple[int, int]:
+    """Bytes that a step brings to the device and takes from it, as the planner counts them."""
+    from jzero.plan.offloading import offloading_of
+
+    found = offloading_of(run, 1)
+    classes = found.moved if found else ()
+    return sum(each.up_bytes for each in classes), sum(each.down_bytes for each in classes)
 
 
 def link(nbytes: int) -> tuple[float, float]:
