@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from flax.traverse_util import flatten_dict
 from tiny_decoder import batches
-from tiny_stack import stack
+from tiny_stack import WIDTH, stack
 from trained import Trained, arrays, assert_same_bits, devices
 from trained import train as train_run
 
@@ -85,13 +85,17 @@ def test_updated_on_the_cpu_they_are_as_those_on_the_device_that_are_updated_the
     assert_same_bits(train(run), train(setup("dp4 tp2", 3, optimizer="host", **settings)))
 
 
-def test_frozen_parameters_rest_in_files_too(tmp_path):
-    mlp = nnx.All(nnx.Param, nnx.PathContains("up"))
-    run = setup("dp4 tp2", 3, trainable=mlp, optimizer="host", params="nvme", dir=(str(tmp_path),))
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+def test_frozen_parameters_rest_in_files_too(stage, tmp_path):
+    """Whole ones as well, as none is updated; a small trained one, as of LoRA, is on the device."""
+    some = nnx.All(nnx.Param, nnx.PathContains("up" if stage == 3 else "scale"))
+    least = 0 if stage == 3 else 4 * WIDTH + 1
+    where = {"optimizer": "host", "params": "nvme", "dir": (str(tmp_path),), "min_param_bytes": least}
+    run = setup("dp4 tp2", stage, trainable=some, **where)
     tiers = run.tier_bytes()
-    assert tiers["frozen"]["device"] == tiers["params"]["device"] == 0
-    assert tiers["frozen"]["nvme"] > 0
-    assert_same_bits(train(run), train(setup("dp4 tp2", 3, trainable=mlp, optimizer="device")))
+    assert tiers["frozen"]["device"] == 0 < tiers["frozen"]["nvme"]
+    assert (tiers["params"]["device"] == 0) == (stage == 3)
+    assert_same_bits(train(run), train(setup("dp4 tp2", stage, trainable=some, optimizer="device")))
 
 
 @pytest.mark.slow

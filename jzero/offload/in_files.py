@@ -1,7 +1,7 @@
 """Which parameters rest in files, as their layouts say it."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from jzero.zero import Layout, Leaf, Path, ShardingError, Zero
 def read_from_files(
     layouts: Mapping[Path, Layout],
     leaves: Iterable[Leaf],
+    trained: Collection[Path],
     zero: Zero,
     at_least_bytes: int,
     params: Mapping[Path, Any],
@@ -29,6 +30,7 @@ def read_from_files(
 
     Args:
         leaves: those of `layouts`, trained and frozen.
+        trained: which of them are updated.
         zero: as the layouts were made with.
         at_least_bytes: of one layer of a leaf, unsharded; 0 takes every leaf.
         params: path -> shape and dtype.
@@ -38,7 +40,7 @@ def read_from_files(
             updated in another layout than it rests in, so that all of it would have to be on the device.
     """
     large = {leaf.path: leaf for leaf in chosen("nvme", leaves, zero, at_least_bytes)}
-    _check_updated_where_they_rest(layouts, large)
+    _check_updated_where_they_rest(layouts, {path: leaf for path, leaf in large.items() if path in trained})
     # A device that is not here has no memories, and programs for it no host that they could call.
     absent = not mesh.devices.flat[0].addressable_memories()
     moved = {path: resting_on_host(layouts[path]) if absent else layouts[path] for path in large}

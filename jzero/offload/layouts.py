@@ -25,13 +25,12 @@ def offloaded(
     Raises:
         ShardingError: they cannot rest there.
     """
-    leaves, least = seen.leaves(), offload.min_param_bytes
+    leaves, trained, least = seen.leaves(), seen.trained(), offload.min_param_bytes
     after, reads = dict(layouts), ParamReads(mesh, {}, {})
     if offload.params == "host":
         after = on_host(after, leaves, zero, least)
     if offload.params == "nvme":
-        after, reads = read_from_files(after, leaves, zero, least, seen.params, mesh)
+        after, reads = read_from_files(after, leaves, trained, zero, least, seen.params, mesh)
     if offload.grads == "host":
-        trained = seen.trained()
         after |= grads_on_host(after, [leaf for leaf in leaves if leaf.path in trained], least)
     return after, reads
