@@ -25,7 +25,7 @@ from jzero.scratch_file import ScratchFile, TierError, aligned, padded
 PIECE_BYTES = 8 * 2**20
 THREADS = 2  # of one disk and one direction
 
-__all__ = ["BlockFiles", "TierError", "aligned"]
+__all__ = ["BlockFiles", "TierError", "aligned", "reserved_bytes"]
 
 
 class _Piece(NamedTuple):
@@ -57,7 +57,7 @@ class BlockFiles:
 
         Args:
             directories: one per disk, each made if it is missing; other runs may use the same ones.
-            sizes: bytes of each block, by name.
+            sizes: bytes of each block, by name; see `reserved_bytes` for what small ones take.
             owner: of the files, for whoever finds them.
 
         Raises:
@@ -234,6 +234,15 @@ class _Transfer:
             self.done.set_exception(self._fault)
         elif last:
             self.done.set_result(None)
+
+
+def reserved_bytes(sizes: Mapping[str, int], disks: int) -> int:
+    """Bytes that the files of such blocks have on all disks together.
+
+    A block begins at a multiple of 4,096 on each disk that it lies on, since others may be on their way at the same
+    time: one of 128 bytes takes 32 times as many.
+    """
+    return sum(_laid_out(sizes, disks)[1])
 
 
 def _laid_out(sizes: Mapping[str, int], disks: int) -> tuple[dict[str, list[_Piece]], list[int]]:

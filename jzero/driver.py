@@ -23,7 +23,7 @@ class Driver:
         step: (state, batch) -> (state, metrics); uses the state up.
         programs: by name, each jitted program of a step with abstract arguments.
         elsewhere_bytes: of optimizer state at rest outside of the device, of one device, by tier.
-        file_bytes: of the files of this process.
+        file_bytes: that the files of this process reserve.
         state: abstract, with where each piece rests of what rests in pieces.
         entered: a state, abstract or not, as programs are given it.
         close: removes the files of what rests in them.

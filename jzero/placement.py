@@ -31,7 +31,7 @@ class Offload:
         group_size: bytes of state on one device that are worked on together.
         host_bytes: so much of one device's state in files stays in host memory.
         min_param_bytes: of one layer of a parameter; smaller ones, and their gradients, stay on the device, for which a
-            copy has more overhead than bytes.
+            copy has more overhead than bytes.  In files a layer takes 4,096 bytes at least.
     """
 
     optimizer: str = "none"

@@ -189,6 +189,14 @@ class TestStriping:
             monkeypatch.setattr(os, "preadv", lambda *a: (together.wait(), plain(*a))[1])
             files.read("a", aligned(3 * THREADS * 8192)).result()
 
+    @pytest.mark.parametrize("disks", [1, 3])
+    def test_what_files_reserve_is_told_before(self, tmp_path, disks):
+        sizes = {f"block {n}": n for n in SIZES}
+        paths = [tmp_path / str(i) for i in range(disks)]
+        with BlockFiles(paths, sizes, "run"):
+            held_bytes = sum((home(path) / "blocks").stat().st_size for path in paths)
+        assert block_files.reserved_bytes(sizes, disks) == held_bytes > sum(sizes.values())
+
     def test_no_piece_lies_on_another(self):
         sizes = {str(i): n for i, n in enumerate((*SIZES, 5 * PIECE_BYTES, 12_345))}
         blocks, ends = block_files._laid_out(sizes, 3)

@@ -243,6 +243,7 @@ def test_files_and_memory_go_with_the_run(tmp_path):
     run = setup("one device", 3, layers=2, optimizer="nvme", params="nvme", dir=(str(tmp_path),))
     run.step(run.init(), DATA[0])
     assert len(list(tmp_path.iterdir())) == 2
+    assert sum(path.stat().st_size for path in tmp_path.glob("*/blocks")) == run.file_bytes
     del run
     gc.collect()
     assert not list(tmp_path.iterdir())

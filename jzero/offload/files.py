@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.block_files import BlockFiles, TierError, aligned
+from jzero.block_files import BlockFiles, TierError, aligned, reserved_bytes
 from jzero.offload.copies import Copies
 from jzero.offload.piece import Piece
 from jzero.offload.place import Place
@@ -88,8 +88,8 @@ class InFiles:
 
     @property
     def nbytes(self) -> int:
-        """Of all blocks of this process."""
-        return sum(self._sizes.values())
+        """Of the files of this process: more than of what is in them, as `block_files.reserved_bytes` says."""
+        return reserved_bytes(self._sizes, len(self._directories))
 
     @property
     def _sizes(self) -> dict[str, int]:
