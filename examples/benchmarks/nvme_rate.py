@@ -9,6 +9,7 @@ the median of those of the rounds, in each of which the two ran one after the ot
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import platform
@@ -38,6 +39,10 @@ class Plain:
         self._files = [opened(directory / "plain", self._per_disk) for directory in directories]
         self._out, self._in = aligned(REQUEST), aligned(REQUEST)
         self._out[:] = random_bytes(REQUEST)
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)
 
     def run(self, load: str) -> None:
         directions = {"write": [self._write], "read": [self._read], "both": [self._read, self._write]}[load]
@@ -111,11 +116,12 @@ def main() -> None:
     args = cli.parse_args()
     directories = [Path(tempfile.mkdtemp(dir=parent)) for parent in args.dir or [None]]
     try:
-        plain = Plain(directories, int(args.gigabytes * 1e9))
-        blocks = Blocks(directories, int(args.gigabytes * 1e9), int(args.block_megabytes * 2**20), int(args.unaligned))
-        with blocks.files:
-            tell(args, blocks, directories)
-            measure(plain, blocks, args.rounds)
+        nbytes, block = int(args.gigabytes * 1e9), int(args.block_megabytes * 2**20)
+        with contextlib.closing(Plain(directories, nbytes)) as plain:
+            blocks = Blocks(directories, nbytes, block, int(args.unaligned))
+            with blocks.files:
+                tell(args, blocks, directories)
+                measure(plain, blocks, args.rounds)
     finally:
         for directory in directories:
             shutil.rmtree(directory)

@@ -12,6 +12,7 @@ rounds of what was taken in the same round.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import os
@@ -76,23 +77,29 @@ def main() -> None:
     args = arguments()
     directories = [Path(tempfile.mkdtemp(dir=parent)) for parent in args.dir or [None]]
     try:
-        files = Steps(args, {"optimizer": "nvme", "dir": tuple(map(str, directories))})
-        device = Steps(args, {"optimizer": "device"})
-        plain = Plain(directories, files.run.file_bytes)
-        tell(args, files.run, directories)
-        turns: dict[str, Turn] = {
-            "files": files.step,
-            "device": device.step,
-            "gradients": device.gradients,
-            "disk": lambda: plain.run("both"),
-        }
-        seconds = measured(turns, args.rounds)
-        report(seconds, files.run.file_bytes / plain.nbytes, files.run.file_bytes)
-        if files.losses != device.losses:
-            raise SystemExit(f"the losses differ: {files.losses} in files, {device.losses} on the device")
+        with contextlib.ExitStack() as stack:
+            files = Steps(args, {"optimizer": "nvme", "dir": tuple(map(str, directories))})
+            stack.callback(files.run.close)
+            device = Steps(args, {"optimizer": "device"})
+            plain = stack.enter_context(contextlib.closing(Plain(directories, files.run.file_bytes)))
+            compare(args, files, device, plain, directories)
     finally:
         for directory in directories:
             shutil.rmtree(directory)
+
+
+def compare(args: argparse.Namespace, files: Steps, device: Steps, plain: Plain, directories: list[Path]) -> None:
+    tell(args, files.run, directories)
+    turns: dict[str, Turn] = {
+        "files": files.step,
+        "device": device.step,
+        "gradients": device.gradients,
+        "disk": lambda: plain.run("both"),
+    }
+    seconds = measured(turns, args.rounds)
+    report(seconds, files.run.file_bytes / plain.nbytes, files.run.file_bytes)
+    if files.losses != device.losses:
+        raise SystemExit(f"the losses differ: {files.losses} in files, {device.losses} on the device")
 
 
 def tell(args: argparse.Namespace, run: jzero.Run, directories: list[Path]) -> None:
