@@ -67,7 +67,8 @@ class Run:
 
     @property
     def file_bytes(self) -> int:
-        """Of the files that this process keeps optimizer state and parameters in."""
+        """Of the files that this process keeps optimizer state and parameters in, as much as they reserve on all disks:
+        small arrays take 4,096 bytes each."""
         return self._driver.file_bytes
 
     @property
@@ -77,7 +78,11 @@ class Run:
         return sum(math.prod(x.shape) for x in jax.tree.leaves((state.params, state.frozen)))
 
     def init(self) -> TrainState:
-        """A new train state, every array born in its shards."""
+        """A new train state, every array born in its shards.
+
+        Raises:
+            TierError: what rests in files cannot be written, or the run is closed.
+        """
         return self._driver.init()
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -95,6 +100,7 @@ class Run:
         Raises:
             ValueError: a batch dim that the data-parallel devices times the microbatches do not divide, or a state that
                 an earlier step has used up.
+            TierError: what rests in files cannot be read or written, or the run is closed.
         """
         check_alive(state)
         rows_per_device(_whole(batch, self.mesh), self.mesh, self.micro_batches)
@@ -113,6 +119,7 @@ class Run:
 
         Raises:
             ValueError: a batch dim that the devices do not divide, or a state that an earlier step has used up.
+            TierError: what rests in files cannot be read, or the run is closed.
         """
         check_alive(state)
         rows = rows_per_device(_whole(batch, self.mesh), self.mesh, 1)
@@ -130,6 +137,7 @@ class Run:
 
         Raises:
             ValueError: the optimizer keeps no average, or the state is used up.
+            TierError: what rests in files cannot be read, or the run is closed.
         """
         check_alive(state)
         average = average_of(state.opt_state)
@@ -137,12 +145,20 @@ class Run:
             return dataclasses.replace(state, params=self._average_at_rest(average))
 
     def model(self, state: TrainState) -> nnx.Module:
-        """The NNX module on the state's global arrays."""
+        """The NNX module on the state's global arrays.
+
+        Raises:
+            ValueError: an earlier step has used the state up.
+            TierError: what rests in files cannot be read, or the run is closed.
+        """
+        check_alive(state)
         params = {path: on_device(x) for path, x in (flatten_dict(state.params) | flatten_dict(state.frozen)).items()}
         return self._gradients.template.merge(params, flatten_dict(state.model_state), {})
 
     def close(self) -> None:
-        """Removes the files of what rests in them, which else go with the run or the process; its states go with them.
+        """Removes the files of what rests in them, which else go with the run and its states, or with the process.
+
+        Its states go with them: whatever it is asked for then is refused.
 
         Raises:
             TierError: they cannot be removed.
@@ -281,6 +297,7 @@ def check_alive(state: TrainState) -> None:
 
     Raises:
         ValueError: an earlier step has used it up, or in files another state took its place.
+        TierError: part of it was in files, and the run is closed.
     """
     leaves = jax.tree.leaves(state)
     for x in leaves:

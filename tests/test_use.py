@@ -79,5 +79,7 @@ def test_part_of_a_state_that_was_used_up_is_refused(batch):
     run = jzero.setup(Net, squares, optax.sgd(1.0), jzero.make_mesh("dp=8", jax.devices()[:8]), batch, stage=3)
     old = run.init()
     new, _ = run.step(old, batch)
-    with pytest.raises(ValueError, match="was given to an earlier step"):
-        run.step(dataclasses.replace(new, params=old.params), batch)
+    mixed = dataclasses.replace(new, params=old.params)
+    for call in (lambda: run.step(mixed, batch), lambda: run.evaluate(mixed, batch), lambda: run.model(mixed)):
+        with pytest.raises(ValueError, match="was given to an earlier step"):
+            call()

@@ -55,13 +55,22 @@ def shards_of(piece: Piece, part: Any) -> list[np.ndarray]:
 
 
 def read(pieces: Pieces) -> Iterator[tuple[Cut, list[np.ndarray]]]:
-    """Each piece and its shards, one after the other."""
+    """Each piece and its shards, one after the other.
+
+    Raises:
+        ValueError: what is in files was overwritten.
+        TierError: it cannot be read.
+    """
     for piece, part in zip(pieces.each, pieces.parts, strict=True):
         yield piece.cut, shards_of(piece, part)
 
 
 def empty(target: AbstractPieces) -> Pieces:
-    """An array without elements, at rest."""
+    """An array without elements, at rest.
+
+    Raises:
+        TierError: it cannot be written.
+    """
     parts = [
         fill([np.zeros(piece.cut.shape, target.dtype) for _ in piece.regions])
         for piece, fill in zip(target.each, target.fills, strict=True)
@@ -70,7 +79,12 @@ def empty(target: AbstractPieces) -> Pieces:
 
 
 def on_device(x: Any) -> jax.Array:
-    """An array that rests elsewhere, whole and on the device; another as it is."""
+    """An array that rests elsewhere, whole and on the device; another as it is.
+
+    Raises:
+        ValueError: what is in files was overwritten.
+        TierError: it cannot be read.
+    """
     if not isinstance(x, Pieces):
         return jax.device_put(x, of_kind(x.sharding, "device")) if rests_on_host(x) else x
     whole = Piece.all_of(x.whole)

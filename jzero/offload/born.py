@@ -35,6 +35,9 @@ def new_state(
         of_params: lanes of the parameters in files, of those that no group updates too.
         abstract: with shardings.
         born: makes a train state with the state of an optimizer; not jitted.
+
+    Raises:
+        TierError: what is to rest in files cannot be written.
     """
     newborn, leaves = _Newborn(in_groups, born), jax.tree.leaves(abstract.opt_state)
     shared = in_groups.numbers(None)

@@ -62,11 +62,20 @@ class Lane:
         return [fill(number, member.piece) for number, member in enumerate(self.members)]
 
     def fetch(self, arrays: Mapping[Any, Pieces]) -> Arrived:
-        """Begins to bring the pieces to the update, as `Tier.fetch`."""
+        """Begins to bring the pieces to the update, as `Tier.fetch`.
+
+        Raises:
+            ValueError: what is in files was overwritten.
+            TierError: it cannot be read.
+        """
         return self.tier.fetch(self.group, [arrays[member.key].parts[member.number] for member in self.members])
 
     def store(self, arrays: Sequence[Any]) -> tuple[list[Any], Left]:
-        """Begins to bring what the update made of them to rest, as `Tier.store`."""
+        """Begins to bring what the update made of them to rest, as `Tier.store`.
+
+        Raises:
+            TierError: it cannot be written.
+        """
         return self.tier.store(self.group, arrays)
 
 

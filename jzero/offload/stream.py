@@ -117,7 +117,12 @@ class Stream:
     flow: Flow = field(default_factory=Flow)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """One step; the parameters and the optimizer state of `state` are used up."""
+        """One step; the parameters and the optimizer state of `state` are used up.
+
+        Raises:
+            ValueError: what `state` has in files was overwritten.
+            TierError: what rests in files cannot be read or written.
+        """
         before = self.reads.entered(dataclasses.replace(state, opt_state=()))
         after, found, shards, free = self.gradients(before, batch, self.memory.take())
         in_turn(found.metrics)

@@ -26,11 +26,20 @@ class Tier(Protocol):
     name: str
 
     def fetch(self, group: int, parts: Sequence[Any]) -> Arrived:
-        """Begins to bring the pieces of a group to the update."""
+        """Begins to bring the pieces of a group to the update.
+
+        Raises:
+            ValueError: what is in files was overwritten.
+            TierError: it cannot be read; the returned function raises it, too.
+        """
         ...
 
     def store(self, group: int, arrays: Sequence[Any]) -> tuple[list[Any], Left]:
-        """Begins to bring what the update returned to rest."""
+        """Begins to bring what the update returned to rest.
+
+        Raises:
+            TierError: it cannot be written; the returned function raises it, too.
+        """
         ...
 
     def fill(self, group: int, number: int, piece: Piece, shards: Sequence[np.ndarray]) -> Any:
@@ -39,6 +48,9 @@ class Tier(Protocol):
         Args:
             group, number: which piece of which group.
             shards: of the piece, on the host.
+
+        Raises:
+            TierError: it cannot be written.
         """
         ...
 
