@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jzero.gradients import Gradients
 from jzero.offload.at_rest import on_device
 from jzero.offload.pieces import is_pieces
+from jzero.pace import in_turn
 from jzero.step import at_rest
 from jzero.zero import Path
 
@@ -34,7 +35,7 @@ def averages_at_rest(gradients: Gradients, mesh: Mesh, dtypes: Any, places: Any)
             return whole(average)
         found: dict[Path, Any] = {}
         for path, x in flatten_dict(average).items():
-            found |= flatten_dict(of_one(path)(unflatten_dict({path: on_device(x)})))
+            found |= flatten_dict(in_turn(of_one(path)(unflatten_dict({path: on_device(x)}))))
         return unflatten_dict(found)
 
     return to_rest

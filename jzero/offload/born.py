@@ -14,6 +14,7 @@ from jzero.offload.lanes import Lane, Member, gathered
 from jzero.offload.state_params import params_of, with_params, without_params
 from jzero.offload.stream import Group
 from jzero.optim import Optimizer
+from jzero.pace import in_turn
 from jzero.step import TrainState
 from jzero.zero import Path
 
@@ -102,7 +103,7 @@ class _Newborn:
                 return [piece.cut_from(x, start) for piece, x, start in zip(pieces, arrays, starts, strict=True)]
 
             self.programs[kind] = in_mesh(self.in_groups.mesh, jax.jit(make, out_shardings=places))
-        return self.programs[kind]([member.piece.cut.at for member in members])
+        return in_turn(self.programs[kind]([member.piece.cut.at for member in members]))
 
     def _opt_state(self, numbers: list[Any]) -> list[Any]:
         return self._state(numbers).opt_state

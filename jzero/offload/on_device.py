@@ -8,6 +8,7 @@ import jax
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
 from jzero.offload.stream import Scalars
+from jzero.pace import in_turn
 from jzero.zero import Path
 
 
@@ -18,7 +19,7 @@ class UpdatedOnDevice:
         """Of one group.
 
         Args:
-            program: `programs.update_program` of its kind.
+            program: `updates.update_program` of its kind.
         """
         self._program, self._paths = program, [cut.path for cut in group]
         self._starts = [cut.at for cut in group]
@@ -39,9 +40,8 @@ class UpdatedOnDevice:
         flat = iter(state)
         own = [[next(flat) for _ in range(count)] for count in self._counts]
         old = [params[path] for path in self._paths]
-        new, own, shared, report = self._program(
-            brought, old, own, scalars.shared, self._starts, scalars.loss, scalars.finite
-        )
+        given = (brought, old, own, scalars.shared, self._starts, scalars.loss, scalars.finite)
+        new, own, shared, report = in_turn(self._program(*given))  # whole parameters may take collectives
         after = scalars._replace(shared=shared, report=report)
         return dict(zip(self._paths, new, strict=True)), jax.tree.leaves(own), after
 
