@@ -32,7 +32,7 @@ from jzero.plan.settings import (
     devices_of,
     setting_of,
 )
-from jzero.plan.sweep import PlanError, plans
+from jzero.plan.sweep import PlanError, name_of, plans
 
 PROG = "python -m jzero.plan"
 
@@ -72,7 +72,7 @@ def answer(config: Config, own: dict[str, Any]) -> str:
     def made(some: Sequence[Config]) -> list[Plan]:
         settings = [setting_of(each, gpu, own.get("devices")) for each in some]
         with tqdm(total=len(settings), desc="compiling", unit="plan", disable=len(settings) == 1, leave=False) as bar:
-            return _whole(plans(settings, store, bar.update))
+            return _whole(some, plans(settings, store, bar.update))
 
     def made_of(one: Config) -> Plan:
         return made([one])[0]
@@ -120,15 +120,15 @@ def _chosen(
     return choice.lines, choice.config
 
 
-def _whole(results: Sequence[Any]) -> list[Plan]:
+def _whole(configs: Sequence[Config], results: Sequence[Any]) -> list[Plan]:
     """Plans alone.
 
     Raises:
-        ConfigError, TargetError: the first of `results` that is one.
+        ConfigError, TargetError: the first of `results` that is one; of several settings it says which.
     """
-    for result in results:
+    for config, result in zip(configs, results, strict=True):
         if isinstance(result, Exception):
-            raise result
+            raise result if len(configs) == 1 else type(result)(f"{name_of(config)}: {result}")
     return list(results)
 
 

@@ -96,7 +96,8 @@ def _in_a_pool(settings: dict[int, Setting], workers: int) -> Iterator[tuple[int
 
 def name_of(config: Config) -> str:
     """A setting among others, in words."""
-    words = f"stage {config.stage} on {config.mesh}, micro_batch {config.micro_batch}, remat {config.model.remat}"
+    rows = "" if config.micro_batch is None else f", micro_batch {config.micro_batch}"
+    words = f"stage {config.stage} on {config.mesh}{rows}, remat {config.model.remat}"
     return words if config.zero.regather else f"{words}, kept gathered"
 
 
