@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--dir", action="append", help="for the files, one for each disk; none: a temporary one")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--group_size", type=int, default=2**22, help="bytes of state that are worked on together")
+    parser.add_argument("--group_size", type=int, default=2**22, help="bytes that are worked on together")
     args = parser.parse_args()
     compile_cache.use(compile_cache.AUTO)  # the next start compiles nothing
     with tempfile.TemporaryDirectory() as scratch:

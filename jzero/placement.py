@@ -28,7 +28,8 @@ class Offload:
         params: where parameters rest: "none", on the device; "host"; "nvme", in files.
         grads: where accumulated gradients rest: "none", on the device; "host", twice their size with microbatches.
         dir: of the files, one directory per disk.
-        group_size: bytes of state on one device that are worked on together.
+        group_size: bytes on one device that are worked on together: of state, of gradients in float32, and of
+            parameters that rest elsewhere.
         host_bytes: so much of one device's state in files stays in host memory.
         min_param_bytes: of one layer of a parameter; smaller ones, and their gradients, stay on the device, for which a
             copy has more overhead than bytes.  In files a layer takes 4,096 bytes at least.

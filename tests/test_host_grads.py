@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="the meshes are 
 slow = pytest.mark.slow
 
 LAYERS, STEPS = 4, 3
-GROUP = 6_000  # bytes: less than the state of one kernel on one device, so that pieces are cut
+GROUP = 9_000  # bytes: less than the state of one kernel on one device, so that pieces are cut
 LARGE = 1_000  # bytes of a layer: kernels and tables, but not the scales of norms
 
 

@@ -23,7 +23,7 @@ from jzero.offload.under_way import IN_FLIGHT
 
 STEPS, ROWS = 20, 16
 MESHES = {"one device": "dp=1", "dp4 tp2": "dp=4,tp=2"}
-GROUP = 6_000  # bytes: less than some parameters have on one device, so there are pieces, and many groups
+GROUP = 9_000  # bytes: less than some parameters have on one device, so there are pieces, and many groups
 
 pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="the meshes are for 8 devices")
 

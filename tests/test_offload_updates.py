@@ -1,6 +1,7 @@
 """An offloaded update is that of the optimizer as it is, whatever the optimizer looks at, keeps, or has no need of."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -150,3 +151,21 @@ def test_state_of_16_bits_is_updated_on_the_cpu_as_on_the_device(data):
     on_cpu = train(data, tx, optimizer="host", update="cpu")
     assert jnp.dtype(jnp.bfloat16) in {x.dtype for x in jax.tree.leaves(on_cpu.run.abstract_state.opt_state)}
     same_training(on_cpu, train(data, tx, optimizer="device"))
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(1e-2), optax.adafactor(1e-2)], ids=["sgd", "adafactor"])
+def test_gradients_come_in_groups_for_an_optimizer_that_keeps_little(tx, data):
+    run = run_of(data, tx, optimizer="host", group_size=5_000)
+    assert run.stream is not None
+    groups = run.stream.groups
+    assert len(groups) > 3
+    whole = [4 * x.size for path, x in in_groups(run).params.items() if path not in in_groups(run).placewise]
+    assert max(sum(4 * math.prod(cut.shape) for cut in group.cuts) for group in groups) <= max(5_000, *whole, 0)
+
+
+@pytest.mark.parametrize(("params", "own"), [("none", 0), ("host", 4)])
+def test_a_group_is_as_large_as_all_that_comes_for_it(params, own, data):
+    adamw = optax.adamw(1e-3)
+    run = run_of(data, adamw, optimizer="host", params=params, min_param_bytes=0)
+    elements = [sum(math.prod(cut.shape) for cut in group.cuts) for group in (run.stream.groups if run.stream else [])]
+    assert GROUP / 2 < max(elements) * (4 + 8 + own) <= GROUP  # a gradient, m and v, and the parameter

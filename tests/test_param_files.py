@@ -25,7 +25,7 @@ from jzero.offload import read_ahead
 from jzero.offload.read_ahead import ReadAhead
 from jzero.zero import ShardingError
 
-STEPS, ROWS, GROUP = 3, 16, 6_000  # bytes: some layers have more of state, some groups are of many layers
+STEPS, ROWS, GROUP = 3, 16, 12_000  # bytes: some layers have more of state, some groups are of many layers
 DATA = batches(STEPS, ROWS)
 MESHES = {"one device": "dp=1", "dp4 tp2": "dp=4,tp=2"}
 STATE: list[dict[str, Any]] = [{"optimizer": "device"}, {"optimizer": "nvme", "host_bytes": 2 * GROUP}]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="the meshes are 
 
 needs_compiler = pytest.mark.skipif(targets.available() is not None, reason=str(targets.available()))
 
-GROUP = 7_000  # three groups of the optimizer's state
+GROUP = 10_500  # three groups of gradients and the optimizer's state
 SCALARS = 200  # bytes
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="the meshes are 
 
 needs_compiler = pytest.mark.skipif(targets.available() is not None, reason=str(targets.available()))
 
-GROUP = 20_000  # three groups of the optimizer's state
+GROUP = 30_000  # three groups of gradients and the optimizer's state
 
 
 @functools.cache

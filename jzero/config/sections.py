@@ -272,7 +272,9 @@ class Offload(Section):
         (), strict=False, description="directories for the files of nvme, one on each disk, over which they are striped"
     )
     group_size: Count = Field(
-        placement.GROUP_BYTES, description="bytes of optimizer state on one device that are worked on together"
+        placement.GROUP_BYTES,
+        description="bytes on one device that are worked on together: optimizer state, float32 gradients, and "
+        "parameters that rest elsewhere",
     )
     host_bytes: int = Field(
         0,

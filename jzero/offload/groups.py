@@ -1,9 +1,9 @@
 """Which parts of an optimizer's state are worked on together: the groups that stream through a device.
 
-A group is some whole parameters, or one piece of a large one, with all that the optimizer keeps for it; it is about as
-large as asked for, whatever the size of the model (DeepSpeed's `sub_group_size`).  A piece is a box of the shard that a
-device holds, and its elements lie one after another in the shard.  So every device cuts its own shard, nothing is sent,
-and a piece is a contiguous stretch of a file as well.
+A group is some whole parameters, or one piece of a large one, with its gradient and all that the optimizer keeps for
+it; it is about as large as asked for, whatever the size of the model (DeepSpeed's `sub_group_size`).  A piece is a box
+of the shard that a device holds, and its elements lie one after another in the shard.  So every device cuts its own
+shard, nothing is sent, and a piece is a contiguous stretch of a file as well.
 """
 
 import math
@@ -48,11 +48,11 @@ def all_of(shard: Sequence[int], path: Path = ()) -> Cut:
 
 @dataclass(frozen=True)
 class Share:
-    """What groups are made of: one parameter's share of the state on one device.
+    """What groups are made of: one parameter's share of what is worked on, on one device.
 
     Attributes:
         shape: of the shard.
-        nbytes: of all that the optimizer keeps for it, on one device.
+        nbytes: of all that its update takes, on one device.
         divisible: it may be cut.
     """
 
@@ -67,7 +67,7 @@ def grouped(shares: Mapping[Path, Share], group_bytes: int) -> list[tuple[Cut, .
     Pieces of one parameter are equal but for the last, so that they share a program.
 
     Args:
-        group_bytes: of state on one device, at most, but for a parameter that is not divisible.
+        group_bytes: on one device, at most, but for a parameter that is not divisible.
     """
     groups: list[tuple[Cut, ...]] = []
     gathered: list[Cut] = []

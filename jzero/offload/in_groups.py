@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jzero.host_params import HOST
 from jzero.offload.groups import Cut, Share, grouped
 from jzero.offload.piece import Piece
 from jzero.offload.separable import placewise
@@ -170,16 +171,23 @@ class InGroups:
         return [path for path, to in self.layouts.items() if to.publish.moves]
 
     def groups(self, group_bytes: int) -> list[tuple[Cut, ...]]:
-        """The pieces that are worked on together, of at most so many bytes of state on one device."""
+        """The pieces that are worked on together, of at most so many bytes on one device.
+
+        Those are of state, of float32 gradients, and of parameters that come from elsewhere.
+        """
         shares = {
             path: Share(
-                self.sharding(path).shard_shape(x.shape),
-                sum(map(shard_bytes, self.leaves(path))),
-                divisible=path in self.placewise,
+                self.sharding(path).shard_shape(x.shape), self._worked_on(path), divisible=path in self.placewise
             )
             for path, x in self.params.items()
         }
         return grouped(shares, group_bytes)
+
+    def _worked_on(self, path: Path) -> int:
+        """Bytes of one device that come for the update of a parameter."""
+        grads = shard_bytes(self.params[path], self.sharding(path), jnp.dtype(jnp.float32))
+        comes = self.layouts[path].in_files or self.memory(path) == HOST
+        return sum(map(shard_bytes, self.leaves(path)), grads) + (shard_bytes(self.param(path)) if comes else 0)
 
     def cuts(self, group: tuple[Cut, ...]) -> list[tuple[int, Cut]]:
         """(leaf of the optimizer state, piece of it) of all that is in a group."""
