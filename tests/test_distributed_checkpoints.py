@@ -344,10 +344,11 @@ def test_a_program_that_outlives_a_failed_save_saves_the_same_step_again(corpus,
 @pytest.mark.slow
 def test_what_processes_keep_on_the_host_is_saved_by_one_of_them_and_goes_on_anywhere(corpus, tmp_path):
     """Over `node`, which the processes are, the state is in copies."""
-    layout = ["--stage", "2", "--mesh", "node=2,dp=4", "--zero.axes", "dp", "--offload.group_size", "4000"]
+    layout = ["--stage", "2", "--mesh", "node=2,dp=4", "--zero.axes", "dp", "--offload.group_size", "6000"]
     host, files = ["--offload.optimizer", "host"], ["--offload.optimizer", "nvme", "--offload.dir", str(tmp_path / "t")]
     trained(2, flags(corpus, tmp_path / "two", *layout, *host), tmp_path)
-    for name, processes, where in (("one", 1, []), ("again", 2, files)):
+    on_cpu = [*host, "--offload.update", "cpu"]
+    for name, processes, where in (("one", 1, []), ("again", 2, files), ("cpu", 2, on_cpu)):
         run_dir = crashed(tmp_path / "two", tmp_path / name)
         trained(processes, flags(corpus, run_dir, *layout, *where), tmp_path)
         np.testing.assert_allclose(losses(run_dir), losses(tmp_path / "two"), rtol=1e-5)

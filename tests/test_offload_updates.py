@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from typing import Any
 
 import jax
@@ -18,6 +19,8 @@ import jzero
 from jzero.models.decoder import next_token_loss
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
+from jzero.offload.on_cpu import chunk_count
+from jzero.offload.pieces import is_pieces, leaves_of
 
 STEPS, ROWS = 3, 8
 GROUP = 9_000  # bytes: less than some parameters have, so there are pieces
@@ -169,3 +172,24 @@ def test_a_group_is_as_large_as_all_that_comes_for_it(params, own, data):
     run = run_of(data, adamw, optimizer="host", params=params, min_param_bytes=0)
     elements = [sum(math.prod(cut.shape) for cut in group.cuts) for group in (run.stream.groups if run.stream else [])]
     assert GROUP / 2 < max(elements) * (4 + 8 + own) <= GROUP  # a gradient, m and v, and the parameter
+
+
+def test_the_state_stays_in_its_chunks_when_the_cores_change(data, monkeypatch):
+    def cores(count: int) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)), raising=False)
+
+    tx, settings = optax.adamw(1e-2), {"optimizer": "host", "update": "cpu"}
+    one = train(data, tx, **settings)
+    cores(3 * jax.device_count())
+    chunk_count.cache_clear()
+    try:
+        run = run_of(data, tx, **settings)
+        state = run.init()
+        cores(5 * jax.device_count())
+        state, metrics = run.step(state, data[0])
+        losses = [float(metrics["loss"]), float(run.step(state, data[1])[1]["loss"])]
+        np.testing.assert_allclose(losses, one.losses[:2], rtol=1e-6)
+        parts = [part for leaf in leaves_of(state.opt_state) if is_pieces(leaf) for part in leaf.parts]
+        assert max(len(chunks) for part in parts for chunks in part) == 3
+    finally:
+        chunk_count.cache_clear()

@@ -10,7 +10,7 @@ paper's update that is one step late is not here: it trains another model.
 
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ class UpdatedOnCpu:
         """
         for cut in group:
             _check(in_groups, cut.path)
-        self._in_groups, self._programs, self._copies = in_groups, programs, Copies()
+        self._in_groups, self._programs = in_groups, programs
         self._pieces = [in_groups.piece(cut) for cut in group]
 
     def bring(self, grads: Sequence[jax.Array], params: Mapping[Path, Any]) -> list[tuple[Any, Any]]:
@@ -61,33 +61,29 @@ class UpdatedOnCpu:
         scalars: Scalars,
     ) -> tuple[dict[Path, Any], list[Part], Scalars]:
         """One program for each chunk of each shard; parameters are donated where they lie, and so is the state."""
-        flat, new, after, states = iter(state), dict[Path, Any](), scalars, list[Part]()
-        given = _on_host(scalars)
+        flat, new, states = iter(state), dict[Path, Any](), list[Part]()
+        given, result = _on_host(scalars), (scalars.shared, scalars.report)
         for piece, (grad, old) in zip(self._pieces, brought, strict=True):
             path = piece.cut.path
             in_files = self._in_groups.layouts[path].in_files
             own = [next(flat) for _ in self._in_groups.numbers(path)]
-            olds = params[path] if in_files else old and to_chunks(piece, _arrived(old), self._copies)
-            parts, updated, after = self._piece(piece, own, _arrived(grad), olds, given)
+            olds = params[path] if in_files else old and to_chunks(piece, _arrived(old))
+            parts, updated, result = self._piece(piece, own, _arrived(grad), olds, given)
             states += parts
-            new[path] = updated if in_files else self._up({**params, **new}[path], piece, updated, scalars.finite)
-        rest = scalars.loss.sharding
-        shared, report = jax.device_put(jax.device_get((after.shared, after.report)), rest)
+            new[path] = updated if in_files else self._up(params[path], piece, updated, scalars.finite)
+        shared, report = jax.device_get(result)
         return new, states, scalars._replace(shared=shared, report=report)
 
     def settle(self, pieces: Sequence[jax.Array]) -> list[Part]:
         """Pieces of the state, from the device into chunks."""
         cuts = [piece.cut for piece in self._pieces]
         of_state = [Piece(leaf, cut) for cut in cuts for leaf in self._in_groups.leaves(cut.path)]
-        return [
-            to_chunks(piece, _arrived(_going_down(piece, x)), self._copies)
-            for piece, x in zip(of_state, pieces, strict=True)
-        ]
+        return [to_chunks(piece, _arrived(_going_down(piece, x))) for piece, x in zip(of_state, pieces, strict=True)]
 
     def _piece(
         self, piece: Piece, own: list[Part], grads: list[np.ndarray], old: Part | None, given: Any
-    ) -> tuple[list[Part], Part, Scalars]:
-        """(new state, new parameter, scalars) of one piece."""
+    ) -> tuple[list[Part], Part, tuple[Any, Any]]:
+        """(new state, new parameter, (state of no parameter, what to log)) of one piece."""
         program, devices = self._program(piece.cut.path), list(_devices(piece))
         arguments, counts = [], []
         for r, device in enumerate(devices):
@@ -102,8 +98,7 @@ class UpdatedOnCpu:
         by_shard = [[next(results) for _ in range(count)] for count in counts]
         states = [tuple(tuple(arrays[0][n] for arrays, _ in shard) for shard in by_shard) for n in range(len(own))]
         updated = tuple(tuple(arrays[1] for arrays, _ in shard) for shard in by_shard)
-        shared, report = by_shard[0][0][1]
-        return states, updated, Scalars(shared, given[1], given[2], report)
+        return states, updated, by_shard[0][0][1]
 
     def _program(self, path: Path) -> Any:
         """The jitted update of a chunk."""
@@ -181,10 +176,15 @@ def _going_down(piece: Piece, x: jax.Array) -> list[jax.Array]:
     return shards
 
 
-def to_chunks(piece: Piece, shards: Sequence[np.ndarray], copies: Copies) -> Part:
-    """A piece in chunks, from the bytes of its shards."""
+def to_chunks(piece: Piece, shards: Sequence[np.ndarray], copies: Copies | None = None) -> Part:
+    """A piece in chunks with memory of their own, from the bytes of its shards.
+
+    Args:
+        copies: gives them their memory.
+    """
     typed = [shard.view(piece.dtype) for shard in shards]
-    return tuple(_chunks(shard, device, copies) for shard, device in zip(typed, _devices(piece), strict=True))
+    take = copies.take if copies else _copied
+    return tuple(_chunks(shard, device, take) for shard, device in zip(typed, _devices(piece), strict=True))
 
 
 def from_chunks(piece: Piece, part: Part) -> list[np.ndarray]:
@@ -200,15 +200,20 @@ def _on_host(scalars: Scalars) -> Any:
     return jax.device_get((scalars.shared, scalars.loss, scalars.finite))
 
 
-def _chunks(x: np.ndarray, device: Any, copies: Copies | None = None) -> tuple[jax.Array, ...]:
+def _copied(x: np.ndarray, device: Any) -> jax.Array:
+    return jnp.array(x, copy=True, device=device)
+
+
+def _chunks(
+    x: np.ndarray, device: Any, take: Callable[[np.ndarray, Any], jax.Array] = jax.device_put
+) -> tuple[jax.Array, ...]:
     """A shard in as many flat chunks as there are cores for it, on a CPU device; narrow floats as bits.
 
     Args:
-        copies: gives them memory of their own, which can be donated; without it they are only read.
+        take: gives them memory of their own, which can be donated; by default they are only read.
     """
     flat = x.reshape(-1)
     flat = flat.view(np.uint16) if flat.dtype.itemsize == 2 else flat
-    take = copies.take if copies else jax.device_put
     return tuple(take(flat[at], device) for at in _ranges(flat.size))
 
 
@@ -225,6 +230,12 @@ def _joined(chunks: Sequence[jax.Array], dtype: Any, shape: tuple[int, ...]) -> 
 
 def _ranges(size: int) -> Iterator[slice]:
     """Equal parts of an array for the cores, in whole cache lines."""
-    count = max(1, len(os.sched_getaffinity(0)) // len(jax.local_devices()))
-    step = max(16, -(-size // count // 16) * 16)
+    step = max(16, -(-size // chunk_count() // 16) * 16)
     yield from (slice(at, min(at + step, size)) for at in range(0, max(size, 1), step))
+
+
+@functools.cache
+def chunk_count() -> int:
+    """Cores for each device of this process; asked once, since what rests in chunks stays so when it changes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // len(jax.local_devices()))

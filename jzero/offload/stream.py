@@ -60,7 +60,10 @@ class Updater(Protocol):
         state: Sequence[Any],
         scalars: Scalars,
     ) -> tuple[dict[Path, Any], list[Any], Scalars]:
-        """(parameters with their new pieces, new pieces of the state, scalars after the update)."""
+        """(parameters with their new pieces, new pieces of the state, scalars after the update).
+
+        Scalars that the host has computed are NumPy's, the same in every process.
+        """
         ...
 
     def settle(self, pieces: Sequence[jax.Array]) -> list[Any]:
@@ -174,12 +177,20 @@ class Stream:
                 for path in self._done[k]:
                     del grads[path]
                 del brought, new, pieces, params, given
-        rest = leaves | dict(zip(shared, after.shared, strict=True)) | gathered(stored)
+        all_devices = functools.partial(_on_all, found.loss.sharding)
+        rest = leaves | dict(zip(shared, map(all_devices, after.shared), strict=True)) | gathered(stored)
         updating |= {path: rest.pop(path) for path in self.reads.layers if path in rest}
-        return jax.tree.unflatten(jax.tree.structure(self.in_groups.opt_state), list(rest.values())), after.report
+        return jax.tree.unflatten(jax.tree.structure(self.in_groups.opt_state), list(rest.values())), {
+            name: all_devices(x) for name, x in after.report.items()
+        }
 
     @functools.cached_property
     def _done(self) -> list[list[Path]]:
         """The parameters of which each group has the last piece."""
         last = {cut.path: k for k, group in enumerate(self.groups) for cut in group.cuts}
         return [[path for path, of in last.items() if of == k] for k, _ in enumerate(self.groups)]
+
+
+def _on_all(sharding: jax.sharding.Sharding, x: Any) -> jax.Array:
+    """A scalar on all devices; `jax.device_put` would ask the other processes whether theirs is the same."""
+    return x if isinstance(x, jax.Array) else jax.make_array_from_callback(x.shape, sharding, lambda _: x)
