@@ -137,6 +137,11 @@ class Gradients:
         """The layouts of the trained parameters."""
         return {path: self.layouts[path] for path in self.slots}
 
+    @property
+    def published(self) -> list[Path]:
+        """The trained parameters that are updated in another layout than they rest in."""
+        return [path for path, to in self.trained_layouts.items() if to.publish.moves]
+
     def _model(self, slots: Values, params: Values, frozen: Values, state: Values) -> nnx.Module:
         at_rest = {path: AtRest(slots.get(path), value) for path, value in {**params, **frozen}.items()}
         moves = {

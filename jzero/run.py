@@ -16,6 +16,7 @@ from jzero.gradients import Gradients, rows_per_device
 from jzero.mesh import batch_sharding, data_size, process_rows
 from jzero.offload.at_rest import on_device
 from jzero.offload.files import Stored
+from jzero.offload.state_params import params_of
 from jzero.offload.stream import Stream
 from jzero.optim import average_of
 from jzero.pace import Pace
@@ -152,7 +153,7 @@ class Run:
             TierError: what rests in files cannot be read, or the run is closed.
         """
         check_alive(state)
-        params = {path: on_device(x) for path, x in (flatten_dict(state.params) | flatten_dict(state.frozen)).items()}
+        params = {path: on_device(x) for path, x in params_of(state).items()}
         return self._gradients.template.merge(params, flatten_dict(state.model_state), {})
 
     def close(self) -> None:

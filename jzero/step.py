@@ -108,7 +108,7 @@ def train_step(
     found = find(gradients, mesh, clip_norm, state.params, state.frozen, state.model_state, batch)
     # The optimizer sees every array in the layout of its own state; `old` costs no traffic, it is a slice at most.
     old = in_update(gradients, mesh, state.params)
-    new, opt_state, report = updated(optimizer, found, found.grads, state.opt_state, old)
+    new, opt_state, report = updated(optimizer, found.loss, found.finite, found.grads, state.opt_state, old)
     params = published(gradients, mesh, new)
     after = advanced(dataclasses.replace(state, params=params, opt_state=opt_state), found)
     return after, logged(found, after, report)
@@ -162,15 +162,16 @@ def judged(sums: dict[str, jax.Array], norm: jax.Array, clip_norm: float, before
 
 
 def updated(
-    optimizer: Optimizer, found: Found, grads: Any, opt_state: Any, old: Any
+    optimizer: Optimizer, loss: jax.Array, finite: jax.Array, grads: Any, opt_state: Any, old: Any
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
     """(parameters, optimizer state, scalars to log) after one update, or as they were where it is skipped.
 
     Args:
+        loss, finite: as of `Found`.
         grads, opt_state, old: of all parameters, or of parts of them that the optimizer treats by themselves.
     """
-    new = optimizer.update(grads, opt_state, old, found.loss)
-    params, opt_state = where(found.finite, new, (old, opt_state))
+    new = optimizer.update(grads, opt_state, old, loss)
+    params, opt_state = where(finite, new, (old, opt_state))
     return params, opt_state, optimizer.report(opt_state)
 
 

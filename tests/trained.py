@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax.traverse_util import flatten_dict
 
 import jzero
 from jzero.offload.at_rest import on_device
+from jzero.offload.state_params import params_of
 from jzero.zero import shard_bytes
 
 
@@ -45,8 +45,7 @@ def train(run: jzero.Run, batches: Sequence[Any], evaluate: Sequence[Any] = ()) 
 
 def arrays(state: jzero.TrainState) -> dict[Any, np.ndarray]:
     """Path -> parameter, wherever it rests."""
-    params = flatten_dict(state.params) | flatten_dict(state.frozen)
-    return {path: np.asarray(on_device(x)) for path, x in params.items()}
+    return {path: np.asarray(on_device(x)) for path, x in params_of(state).items()}
 
 
 def assert_same_bits(one: Trained, other: Trained) -> None:

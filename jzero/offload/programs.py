@@ -53,7 +53,7 @@ def gradients_step(
     # Layer by layer, be they on the host or not, so that both give the same norm, bit for bit.
     length = norm(grads, layouts, gradients.layers, mesh, sums["weight"])
     found = judged(sums, length, clip_norm, state.model_state, model_state)
-    moving = [path for path, to in layouts.items() if to.publish.moves]
+    moving = gradients.published
     params: dict[Path, Any] = flatten_dict(state.params)
     shards = unflatten_dict({path: params[path] for path in moving})
     old: dict[Path, Any] = flatten_dict(in_update(gradients, mesh, shards))
@@ -66,7 +66,7 @@ def gradients_step(
 
 def publish_step(gradients: Gradients, mesh: Mesh, shards: list[Any], whole: list[Any]) -> list[jax.Array]:  # noqa: ARG001 (whose memory is used again)
     """Parameters that were updated in shards, at rest; in the memory of what they were before."""
-    paths = [path for path, to in gradients.trained_layouts.items() if to.publish.moves]
+    paths = gradients.published
     after: dict[Path, Any] = flatten_dict(
         published(gradients, mesh, unflatten_dict(dict(zip(paths, shards, strict=True))))
     )

@@ -174,7 +174,7 @@ class Stream:
                 store(k, group.params, [new.pop(path) for path in group.params.keys])
                 store(k, group.state, pieces)
                 updating |= new
-                for path in self._done[k]:
+                for path in self.done[k]:
                     del grads[path]
                 del brought, new, pieces, params, given
         all_devices = functools.partial(_on_all, found.loss.sharding)
@@ -185,7 +185,7 @@ class Stream:
         }
 
     @functools.cached_property
-    def _done(self) -> list[list[Path]]:
+    def done(self) -> list[list[Path]]:
         """The parameters of which each group has the last piece."""
         last = {cut.path: k for k, group in enumerate(self.groups) for cut in group.cuts}
         return [[path for path, of in last.items() if of == k] for k, _ in enumerate(self.groups)]

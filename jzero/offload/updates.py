@@ -20,7 +20,7 @@ from jzero.host_params import HOST
 from jzero.offload.groups import Cut
 from jzero.offload.in_groups import InGroups
 from jzero.offload.piece import Piece
-from jzero.step import Factors, Found, updated
+from jzero.step import updated
 from jzero.zero import Path, path_name
 
 Kind = tuple[tuple[Path, tuple[int, ...]], ...]  # (parameter, box of its shard), of each piece in a group
@@ -62,9 +62,8 @@ class Update:
         opt_state = treedef.unflatten(
             [given[i] if i in given else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(leaves)]
         )
-        found = Found(None, None, loss, finite, {}, Factors(loss, loss))
         new, opt_state, report = updated(
-            in_groups.optimizer, found, unflatten_dict(grads_of), opt_state, unflatten_dict(params)
+            in_groups.optimizer, loss, finite, unflatten_dict(grads_of), opt_state, unflatten_dict(params)
         )
         new, after = flatten_dict(new), jax.tree.leaves(opt_state)
         state = [[after[i] for i in in_groups.numbers(path)] for path in paths]

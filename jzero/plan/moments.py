@@ -47,9 +47,8 @@ def moments(run: jzero.Run, stream: Stream, programs: Programs) -> Iterator[Mome
     here = own.layouts.keys() - run.grads_on_host()
     grads = {path: shard_bytes(own.param(path), own.sharding(path), jnp.dtype("float32")) for path in here}
     shards = sum(shard_bytes(own.param(path), own.sharding(path)) for path in own.published)
-    last = {cut.path: k for k, group in enumerate(groups) for cut in group.cuts}
+    left = sum(grads.values())
     for k, group in enumerate(groups):
-        left = sum(size for path, size in grads.items() if last[path] >= k)
         arrived = sum(_arrived_bytes(stream, each) for each in groups[k : k + 2])
         flying = state_in_flight(stream, k)
         lying = always + shards + left + arrived + flying
@@ -57,6 +56,7 @@ def moments(run: jzero.Run, stream: Stream, programs: Programs) -> Iterator[Mome
             yield Moment("update on the host", lying, flying, _elements_bytes(stream, group))
         else:
             yield Moment(name := update_of(group), lying, flying, more[name])
+        left -= sum(grads.get(path, 0) for path in stream.done[k])
     if own.published:
         yield Moment("publish", always + shards, 0, more["publish"])
 
